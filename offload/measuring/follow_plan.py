@@ -124,6 +124,7 @@ class FollowPlan(WatchedLayers):
         that there were then, where they count to the budget."""
         self._watches = True
         """Whether the peaks of microbatches are measured."""
+        self._recomputed_fits = False  # whether the microbatch that was timed has kept to the budget
         self._ran_all = False
         """Whether the last microbatch has skipped no layer."""
         self._proves = False
@@ -146,16 +147,22 @@ class FollowPlan(WatchedLayers):
         return learning_policies(self._layers)
 
     def _recompute_all(self) -> None:
-        self.context.follow(learning_schedule(len(self._layers)), self._policies)
+        self._as_planned = learning_schedule(len(self._layers)), self._policies
+        self.context.follow(*self._as_planned)
+
+    def _recompute_again(self) -> None:
+        """Recompute everything in place of following the plan."""
+        self.plan, self._keeps_all, self._proves = None, False, True
+        for one in self._policies:
+            one.measure_again()
+        self._recompute_all()
 
     def _time(self) -> None:
         """Time the layers in the microbatch that begins, with everything recomputed."""
         if not self.measures:
             line = "inputs of %s are larger than what is known: this microbatch is measured, too"
             _logger.info(line, " x ".join(map(str, self._inputs.sides)))
-            for one in self._policies:
-                one.measure_again()
-            self._recompute_all()
+            self._recompute_again()
         self._stage, self._timed_inputs, self._learned_then = "timing", self._inputs, self._learned
         self._new_gradients = [
             sum(one.nbytes for one in layer.parameters() if one.is_leaf and one.requires_grad and one.grad is None)
@@ -186,13 +193,13 @@ class FollowPlan(WatchedLayers):
             elif not is_within(size, self._planned):
                 self._costs.cover(self._inputs)
                 self._plan_for(self._costs.largest)
-            elif self.plan is not None and self._watches and not proved:
+            elif self._watches and not proved:
                 self._keep_to_budget()
         if isinstance(self._left, DeviceLeft) and not self.measures:
             grown_bytes = allocated_bytes(self._backend.device) - self._left.gradient_bytes() - self._held_bytes
             if grown_bytes > RESERVE * self._budget:  # optimizer state, that the first step has made, perhaps
                 self.plan_again()
-        if self._compare is not None and self._compare.measures and not self.measures:
+        if self._compare is not None and self._compare.measures and self.plan is not None:
             # On the CPU, copies and compute share the cores: the times of some microbatches say little there.
             ready = self._backend.device.type != "cpu" and not self._fits(size)
             ready = ready and all(one.numbered is None or one.proven for one in self._policies)
@@ -271,8 +278,9 @@ class FollowPlan(WatchedLayers):
             return
         if over > TOLERANCE * self._budget and not self._said:
             self._said = True
+            tried = f"by {CORRECTIONS + 1} plans" if self.plan else "although everything is recomputed"
             warn_caller(
-                f"memory_budget = {format_bytes(self._budget)} was not met by {CORRECTIONS + 1} plans: the last "
+                f"memory_budget = {format_bytes(self._budget)} was not met {tried}: the last "
                 f"microbatch needed {format_bytes(self._peak_bytes)}; give more, or use smaller microbatches."
             )
         self._watches = not (self._peak.costs_time and self._ran_all)
@@ -310,6 +318,7 @@ class FollowPlan(WatchedLayers):
         for one in self._policies:
             one.clock = None
         self._ask_what_is_left()
+        self._recomputed_fits = len(ran) == len(kinds) and self.measured_bytes <= self._budget
         self._costs.add(self._timed_inputs, profile, max(0, self._peak_bytes - expected))
 
     def _ask_what_is_left(self) -> None:
@@ -361,11 +370,21 @@ class FollowPlan(WatchedLayers):
         try:
             plans = {Among.REGIONS: plan_among(Among.REGIONS)}
         except ValueError as error:
+            self._corrections_left = 0
+            if (
+                self.plan is not None
+                and self._recomputed_fits
+                and is_within(self._planned, self._costs.size_of(self._timed_inputs))
+            ):
+                _logger.info(
+                    "memory_budget = %s is met by no plan: all is recomputed, as while it was measured", budget
+                )
+                self._recompute_again()
+                return None
             warn_caller(
                 f"memory_budget = {budget} cannot be met, so {otherwise}: {error} Of the budget, {missing} are needed "
                 "outside of the layers."
             )
-            self._corrections_left = 0
             self._said = True
             self._watches = not self._peak.costs_time
             return None

@@ -1,4 +1,4 @@
-"""A memory budget for layers that the program skips at random, as LayerDrop does."""
+"""A memory budget for layers that the program skips at random, as LayerDrop does, and for steps that need more."""
 
 import pytest
 import torch
@@ -60,6 +60,26 @@ def test_a_budget_that_is_broken_once_no_layer_is_skipped_is_said() -> None:
         for skipped in (ALL, ALL, {1}, {1}, {2, 3}):
             step(layers, x, skipped)
         assert handle.state == "following"
-        step(layers, x, ALL, outside_bytes=2 * budget)
-        with pytest.warns(UserWarning, match="cannot be met, so the plan is followed that has broken it"):
+        assert handle.plan is not None
+        for _ in range(3):
+            step(layers, x, ALL, outside_bytes=2 * budget)
+        assert handle.plan is None  # everything is recomputed
+        with pytest.warns(UserWarning, match="was not met although everything is recomputed"):
             step(layers, x, ALL)
+
+
+def test_everything_is_recomputed_if_the_plans_break_a_budget_that_the_measured_steps_have_met(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "offload.measuring.follow_plan")
+    layers, _ = build("mlp", LAYERS, torch.device("cpu"))
+    x = torch.rand(4, 64, WIDTH)
+    budget = round(0.8 * step(layers, x, ALL)[1])
+    with offload.offload_layers(layers, memory_budget=budget, min_bytes=1, device="cpu") as handle:
+        for _ in range(3):
+            step(layers, x, ALL)
+        step(layers, x, ALL, outside_bytes=2 * budget)
+        peaks = [step(layers, x, ALL)[1] for _ in range(4)]
+        assert "is met by no plan" in caplog.text
+        assert (handle.plan, handle.state) == (None, "following")
+    assert max(peaks) <= budget
