@@ -38,6 +38,8 @@ from offload.recompute.costs import LayerPolicy, RegionProfile
 
 FEW = 2000  # so many choices of a small model are all tried
 STEPS = 4  # in how many steps of the grid the offloaded layers go from one level to the next
+LEVELS = 64  # about so many levels are tried at most for the least peak: layers of many kinds make many
+POSITIONS = 256  # about so many positions are tried at most on the grid, for the same reason
 COUNTS = 16  # so many numbers of offloaded layers are tried at most; of deeper models each second one, or third
 SWEPT = 96  # how many layers have, in all, the choices of which single layers are given other policies
 SWEEPS = 3  # how often each of those layers is tried with each other policy
@@ -202,7 +204,8 @@ class Search:
         corners = product(self.counts, ends, ends)
         found = least(Choice(k, offloaded[:k] + kept[k:]) for k, offloaded, kept in corners)
         k = found[1].num_layers
-        found = least(Choice(k, offloaded[:k] + kept[k:]) for offloaded, kept in product(self.levels, repeat=2))
+        levels = [*self.levels[: -1 : 1 + len(self.levels) // LEVELS], self.levels[-1]]
+        found = least(Choice(k, offloaded[:k] + kept[k:]) for offloaded, kept in product(levels, repeat=2))
         for number, ways in enumerate(self.ways):
             found = least(found[1].with_way(number, way) for way in range(len(ways)))
         return found
@@ -234,7 +237,7 @@ class Search:
 
     def _on_grid(self) -> list[Found]:
         """For each number of offloaded layers the best choice, fastest first; of deep models first for some only."""
-        positions = range(0, self.highest + 1, max(1, self.count // STEPS))
+        positions = range(0, self.highest + 1, max(1, self.count // STEPS, self.highest // POSITIONS))
         stride = 1 + (self.count - 1) // COUNTS
         found: dict[int, Found] = {}
 

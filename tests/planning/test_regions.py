@@ -1,5 +1,6 @@
 """Planning by region: what the simulator plays of it, and that the search finds what brute force finds."""
 
+import sys
 from dataclasses import replace
 from itertools import pairwise, product
 
@@ -313,6 +314,30 @@ class TestPlan:
     def kept_or_recomputed(self, mib: int) -> LayerProfile:
         regions = [region("input", 30, 0, recomputable=False), region("mlp", mib, mib / 10, 0)]
         return LayerProfile.from_regions(regions, 0.02, 0.04, workspace_bytes=7 * MIB)
+
+    def test_many_kinds_of_layers_take_few_times_the_work_of_one(self):
+        """As layers whose experts have got other numbers of tokens; each kind has its own levels."""
+
+        def calls(profile):
+            count = 0
+
+            def tally(_frame, event, _argument):
+                nonlocal count
+                count += event == "call"
+
+            sys.setprofile(tally)
+            try:
+                make_plan(profile, round(0.3 * profile.saved_bytes), PCIE)
+            finally:
+                sys.setprofile(None)
+            return count
+
+        def kind(number):
+            regions = [replace(one, nbytes=one.nbytes + number * 512) for one in DECODER.regions]
+            return LayerProfile.from_regions(regions, 0.0059, 0.012, workspace_bytes=300 * MIB)
+
+        one, many = (Profile(tuple(map(kind, numbers))) for numbers in ([0] * 32, range(32)))
+        assert calls(many) < 20 * calls(one)
 
     @settings(max_examples=30)
     @given(st.lists(st.sampled_from([3, 40, 77, 150]), min_size=2, max_size=5), st.floats(0.0, 1.0))
