@@ -6,6 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -74,6 +75,8 @@ def true_in_a_child(condition: Callable[[], bool]) -> bool:
 def group(folder: Path, rank: int = 0, world: int = 1, kind: str = "cpu") -> Iterator[None]:
     """A process group of these ranks, by default of this process alone."""
     store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo" if kind == "cpu" else "nccl", store=store, rank=rank, world_size=world)
+    waits = timedelta(minutes=5)  # for a rank that has left a collective out: the wait ends before the test's time does
+    backend = "gloo" if kind == "cpu" else "nccl"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=waits)
     yield
     dist.destroy_process_group()

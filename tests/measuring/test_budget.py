@@ -258,11 +258,12 @@ class Spread(nn.Module):
         return (x.expand(-1, 4096) * self.scale).sin().exp().mean(1, keepdim=True)
 
 
+@pytest.mark.parametrize("rows", [8, 256])
 @pytest.mark.usefixtures("slow_link")
-def test_inputs_of_a_few_elements_are_planned(lab: Lab) -> None:
+def test_inputs_of_a_few_elements_are_planned(rows: int, lab: Lab) -> None:
     """Each element of inputs can stand for many bytes."""
     layers = nn.ModuleList(Spread() for _ in range(LAYERS))
-    x = torch.randn(8, 1, requires_grad=True)
+    x = torch.randn(rows, 1, requires_grad=True)
     expected = step_gradients(layers, x)
 
     with budgeted(layers, lab, round(0.7 * saved_bytes(layers, x, lab))) as handle:
