@@ -38,7 +38,7 @@ from offload.recompute.costs import LayerPolicy, RegionProfile
 
 FEW = 2000  # so many choices of a small model are all tried
 STEPS = 4  # in how many steps of the grid the offloaded layers go from one level to the next
-LEVELS = 64  # about so many levels are tried at most for the least peak: layers of many kinds make many
+PEAK_LEVELS = 64  # about so many levels are tried at most for the least peak: layers of many kinds make many
 POSITIONS = 256  # about so many positions are tried at most on the grid, for the same reason
 COUNTS = 16  # so many numbers of offloaded layers are tried at most; of deeper models each second one, or third
 SWEPT = 96  # how many layers have, in all, the choices of which single layers are given other policies
@@ -204,7 +204,7 @@ class Search:
         corners = product(self.counts, ends, ends)
         found = least(Choice(k, offloaded[:k] + kept[k:]) for k, offloaded, kept in corners)
         k = found[1].num_layers
-        levels = [*self.levels[: -1 : 1 + len(self.levels) // LEVELS], self.levels[-1]]
+        levels = [*self.levels[: -1 : 1 + len(self.levels) // PEAK_LEVELS], self.levels[-1]]
         found = least(Choice(k, offloaded[:k] + kept[k:]) for offloaded, kept in product(levels, repeat=2))
         for number, ways in enumerate(self.ways):
             found = least(found[1].with_way(number, way) for way in range(len(ways)))
