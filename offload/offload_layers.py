@@ -13,6 +13,7 @@ from offload.activations.module_hooks import HookedLayers, OffloadListener
 from offload.activations.stats import OffloadStats
 from offload.base.checks import check_int, parse_budget
 from offload.base.layer_events import Handle, check_layers, compute_device
+from offload.base.torch_private import is_compiled
 from offload.measuring.follow_compiled import follow_plan
 from offload.measuring.follow_plan import FollowPlan
 from offload.measuring.watch_plan import WatchedPlan
@@ -103,7 +104,7 @@ def offload_layers(
         schedule: A schedule of your own over ``len(layers)`` layers, on one device, in place of the default one.
         plan: The result of :func:`offload.plan`, with its policies of regions where it has some, or anything else
             with a ``schedule``; in place of ``num_layers``. On the CPU, where nobody else counts memory, the peak of
-            one microbatch is counted, and a peak above the plan's budget is warned of.
+            one microbatch is counted, unless the first layer is compiled; a peak above the plan's budget is warned of.
         min_bytes: Storages smaller than this are kept on the device; bytes, or a text such as ``"1MiB"``.
         device: The device whose activations are offloaded; by default the one that the layers' parameters are on, or
             where they compute if their weights are streamed. Call ``offload_layers`` once for the layers of each
@@ -155,7 +156,8 @@ def offload_layers(
         patterns = parse_policies(policies)
         regions = [LayerPolicies(patterns, layer) for layer in modules]
     context = OffloadContext(schedule, len(modules), policies=regions, **given)
-    if isinstance(plan, Plan) and context.backend.device.type == "cpu":
+    # Hooks inside of a compiled call cannot count memory: they must not change the dispatch modes.
+    if isinstance(plan, Plan) and context.backend.device.type == "cpu" and not is_compiled(modules[0]):
         return OffloadedLayers(WatchedPlan(modules, context, plan), plan)
     return OffloadedLayers(HookedLayers(modules, context), plan if isinstance(plan, Plan) else None)
 

@@ -308,3 +308,16 @@ def test_what_rounds_otherwise_needs_consent(lab: Lab, log: pytest.LogCaptureFix
 def test_arguments(error: type[Exception], options: dict[str, Any], text: str) -> None:
     with pytest.raises(error, match=text):
         offload.offload_layers([nn.Linear(2, 2), nn.Linear(2, 2)], **options)
+
+
+def test_a_given_plan_whose_first_layer_is_compiled(lab: Lab) -> None:
+    """Counting memory in a hook inside of the compiled call left PyTorch without its dispatch modes."""
+    layers, x = built("mlp", lab)
+    profile = offload.profile_layers(layers, lambda: step_gradients(layers, x), min_bytes=1, device=lab.device)
+    plan = offload.plan(profile, "1MiB", offload.Link(1e9, 1e9, 1.5e9))
+    layers[0].compile(**EAGER)
+    expected = seeded(layers, x)
+    with offload.offload_layers(layers, plan=plan, min_bytes=1, device=lab.device) as handle:
+        for _ in range(3):
+            assert_same(expected, seeded(layers, x))
+        assert handle.stats().offloaded_bytes > 0
