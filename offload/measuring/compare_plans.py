@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Mapping
+from itertools import chain
 
 from offload.base.checks import format_s
 from offload.device.backend import Backend, Event
@@ -21,8 +23,14 @@ _logger = logging.getLogger(__name__)
 UNMEASURED = 2
 """So many microbatches of a plan are not measured: host memory is pinned, second runs are proven."""
 
-MEASURED = 3
+MEASURED = 2
 """So many are; the shortest counts."""
+
+MEASUREMENTS = 2
+"""So often a plan is measured before it is followed for good: a host that is busy for a moment must not decide."""
+
+HOPE = 0.9
+"""Of the seconds that it took, those that a plan may take when it is measured once more."""
 
 OPTIMISM = 0.75
 """Of its prediction, the seconds that a plan may take that was not measured; or this part of how long another one took
@@ -37,7 +45,7 @@ class ComparePlans:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._ratios: dict[Among, float] = {}
+        self._ratios: defaultdict[Among, list[float]] = defaultdict(list)
         """By how much longer than predicted the microbatches of each kind of plan were."""
         self._plans: Mapping[Among, Plan] = {}
         self._kind = Among.REGIONS
@@ -53,7 +61,7 @@ class ComparePlans:
 
     @property
     def measures(self) -> bool:
-        return bool(self._plans) and self._kind not in self._ratios
+        return bool(self._plans) and len(self._ratios[self._kind]) < MEASUREMENTS
 
     def best(self, plans: Mapping[Among, Plan], elements: float) -> Plan:
         """The plan with the shortest expected step, of plans for inputs of so many elements. It is followed next."""
@@ -84,8 +92,12 @@ class ComparePlans:
 
     def _expected_s(self, plans: Mapping[Among, Plan], kind: Among) -> float:
         found = plans.get(kind)
-        least = OPTIMISM * min([1.0, *self._ratios.values()])
-        return math.inf if found is None else _layers_s(found) * self._ratios.get(kind, least)
+        if found is None:
+            return math.inf
+        ratios = self._ratios[kind]
+        if not ratios:
+            return _layers_s(found) * OPTIMISM * min([1.0, *chain(*self._ratios.values())])
+        return _layers_s(found) * min(ratios) * (HOPE if len(ratios) < MEASUREMENTS else 1.0)
 
     def _decide(self) -> Plan | None:
         """Another plan, if that is expected to take less than this one was measured to take."""
@@ -93,7 +105,7 @@ class ComparePlans:
         predicted_s = _layers_s(self._plans[now])
         seconds = self._backend.seconds((begin, end) for _, begin, end in self._marks)
         took_s = min(scale * one_s for (scale, *_), one_s in zip(self._marks, seconds, strict=True))
-        self._ratios[now] = took_s / predicted_s if predicted_s > 0 else 1.0
+        self._ratios[now].append(took_s / predicted_s if predicted_s > 0 else 1.0)
         seconds_each = format_s(took_s), format_s(predicted_s)
         _logger.info("a microbatch takes %s, predicted %s, by a plan among %s", *seconds_each, now.name.lower())
         best = self.best(self._plans, self._elements)

@@ -361,7 +361,8 @@ class FollowPlan(WatchedLayers):
         link, host_bytes = self._left.link(self.link), self._left.host_bytes()
 
         def plan_among(among: Among) -> Plan:
-            share = SLACK if among is Among.CHECKPOINTS else -RESERVE
+            slack = SLACK if self._corrections_left == CORRECTIONS else 0.0  # what is predicted is not too high then
+            share = slack if among is Among.CHECKPOINTS else -RESERVE
             left = max(0, most_bytes + round(share * self._budget))
             known = profile if among is Among.CHECKPOINTS else _with_larger_workspace(profile)
             made = make_plan(known, left, link, max_host_bytes=host_bytes, among=among)
