@@ -88,13 +88,17 @@ def test_trains_the_same_and_logs_what_was_offloaded(tmp_path, options):
     assert not has_hooks(trainer.model)
 
 
-@pytest.mark.parametrize(("budget", "options"), [("1GiB", {}), ("320KiB", MIXED)])
+@pytest.mark.parametrize(("budget", "options"), [("1GiB", {}), ("480KiB", MIXED)])
 def test_trains_the_same_within_a_budget(tmp_path, budget, options):
     callback = OffloadCallback(memory_budget=budget, min_bytes=1)
     trainer = trained(tmp_path, callback, max_steps=6, **options)
     assert_same(trainer, trained(tmp_path, max_steps=6, **options))
     assert callback.handle.state == "removed"
-    assert 0.9 * parse_bytes(budget) <= callback.handle.plan.memory_budget <= parse_bytes(budget)
+    layers = trainer.model.model.layers
+    # Gradients of a step's earlier microbatches are memory that the step has added, too.
+    gradient_bytes = sum(one.nbytes for one in layers.parameters()) if options else 0
+    most_bytes = parse_bytes(budget) - gradient_bytes
+    assert 0.9 * most_bytes <= callback.handle.plan.memory_budget <= most_bytes
     offloaded = logged(trainer, "offload/offloaded_bytes")
     assert 0 < offloaded[0] < offloaded[1] <= offloaded[5] == callback.handle.stats().offloaded_bytes
     assert (offloaded[5] == offloaded[2]) is (budget == "1GiB")  # then all is kept once the plan is made

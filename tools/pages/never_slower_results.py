@@ -64,8 +64,8 @@ def never_slower_table(_page: Path) -> str:
     if over:
         said += f" {len(over)} of the peaks are above the budget, by at most {max(over):.1%}."
     said += f" {_unsteady(rows)}"
-    if "beside" in record:
-        said += f" Measured beside {record['beside']}."
+    if "meanwhile" in record:
+        said += f" Meanwhile {record['meanwhile']}."
     compared = [row for row in rows if row.get("bit_identical") is not None]
     if all(row["bit_identical"] for row in compared):
         said += " Gradients are bit-identical."
