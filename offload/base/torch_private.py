@@ -319,9 +319,8 @@ def compiler_of(module: nn.Module) -> Callable[..., Any] | None:
     compiled: Any = module if ORIGINAL in module._modules else getattr(module, COMPILED_CALL)
     config = getattr(compiled, "get_compiler_config", None)
     if config is None or (config() or {}).get("triton.cudagraphs"):
-        return (
-            None  # PyTorch tells the settings; what compiles with them again is in the closure of this function alone
-        )
+        return None
+    # PyTorch tells the settings, and nothing that compiles with them again but what this function closes over.
     return next(filter(callable, (cell.cell_contents for cell in config.__closure__ or ())), None)
 
 
@@ -348,15 +347,18 @@ class _WhenRulesAreImported:
         if name != _RULES:
             return None
         sys.meta_path.remove(self)  # the finder that is asked next is the real one
-        spec: Any = importlib.util.find_spec(name)
-        load = spec.loader.exec_module
+        spec = importlib.util.find_spec(name)
+        loader: Any = None if spec is None else spec.loader
+        if loader is None:
+            return spec
+        load = loader.exec_module
 
         def exec_module(rules: Any) -> None:
             load(rules)
             rules.add("offload")
 
-        spec.loader.exec_module = exec_module
-        return spec  # type: ignore[no-any-return]
+        loader.exec_module = exec_module
+        return spec
 
 
 # Changes to PyTorch.

@@ -1129,7 +1129,7 @@ def test_experts(policies: dict[str, str], lab: Lab) -> None:
 
 
 def test_memory_that_is_kept_before_and_saved_again_behind_what_depends_on_data(lab: Lab) -> None:
-    """What is behind is recomputed, from what was kept: neither is that computed again, nor all of the rest kept."""
+    """What is behind is recomputed, from what was kept: neither is that recomputed, nor all of the rest kept."""
 
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         tokens = (x.flatten(0, -2) @ w).tanh()
