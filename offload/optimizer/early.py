@@ -131,9 +131,8 @@ class BackwardSteps:
         if not self.enabled:
             return
         if (run := this_backward()) not in self._runs:
-            when_backward_ends(
-                EndOfBackward(partial(self.end_run, run))
-            )  # first: an interrupt leaves no run that nothing ends
+            # First: an interrupt leaves no run that nothing ends.
+            when_backward_ends(EndOfBackward(partial(self.end_run, run)))
             self.begin_run(run)
         self._check_first(parameter)
         if parameter not in self.groups:
