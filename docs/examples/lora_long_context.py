@@ -20,8 +20,8 @@ on_cpu = device.type == "cpu"
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("model", nargs="?", help="by default, a small Llama with random weights")
 parser.add_argument("--tokens", type=int, default=512 if on_cpu else 32768)
-parser.add_argument("--memory-budget", default="24MiB" if on_cpu else "8GiB", help="for activations")
-parser.add_argument("--max-host-bytes", default="64MiB" if on_cpu else "64GiB", help="pinned memory for activations")
+parser.add_argument("--memory-budget", default="24MiB" if on_cpu else "16GiB", help="for activations")
+parser.add_argument("--max-host-bytes", default="64MiB" if on_cpu else "32GiB", help="pinned memory for activations")
 arguments = parser.parse_args()
 
 torch.manual_seed(0)
@@ -32,6 +32,7 @@ else:
     heads = {"num_attention_heads": width // 64, "num_key_value_heads": width // 64}
     size = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": 8, "vocab_size": 2048}
     model = LlamaForCausalLM(LlamaConfig(use_cache=False, **size, **heads)).to(torch.bfloat16)
+model.train()
 
 # 1. Adapters. The frozen weights have the dtype that the model computes in.
 model = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]))

@@ -15,9 +15,17 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
-RANKS = ("ddp", "fsdp2", "pipeline", "weights_ddp")  # they use two GPUs, or none
+RANKS = ("ddp", "fsdp2", "fsdp2_llama", "pipeline", "weights_ddp")  # they use two GPUs, or none
 NIGHTLY = ("pipeline", "lora_long_context")  # starts its ranks itself; as another one, and a page, with adapters
-TRAINED = {"hf_trainer", "lightning_trainer", "long_context", "lora_long_context", "peft_lora", "trl_sft"}
+TRAINED = {
+    "full_fine_tune",
+    "hf_trainer",
+    "lightning_trainer",
+    "long_context",
+    "lora_long_context",
+    "peft_lora",
+    "trl_sft",
+}
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
