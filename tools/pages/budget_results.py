@@ -14,6 +14,11 @@ from offload.observe.plot import COLORS, INK, new_figure, style_axes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+LLAMA_ROWS = {
+    "checkpointing of Hugging Face": "Hugging Face's checkpointing",
+    "memory_budget= its peak": "`memory_budget`, of the same peak",
+}
+"""What a row of the whole training has → what the page says."""
 MODELS = {"decoder": "20 decoder layers", "llama": "a Llama of 16 layers"}
 
 
@@ -78,17 +83,18 @@ def llama_8b(_page: Path) -> str:
     first = record["rows"][0]
     shown = [
         {
-            "": row["what"],
+            "": LLAMA_ROWS.get(row["what"], row["what"]),
             "step, s": f"{row['step_s']:.2f}",
             "against checkpointing": f"{row['step_s'] / first['step_s']:.2f}",
             "tokens/s": f"{row['tokens_per_s']:,.0f}",
-            "peak with all, GiB": f"{(record['held_bytes'] + row['peak_bytes']) / GIB:.1f}",
+            "GPU memory, GiB": f"{(record['held_bytes'] + row['peak_bytes']) / GIB:.1f}",
             "on the host, GiB": f"{row['pinned_bytes'] / GIB:.0f}" if "pinned_bytes" in row else "",
         }
         for row in record["rows"]
     ]
-    told = markdown_table(shown, left=1, answer=("against checkpointing", "peak with all, GiB"))
-    return f"{_where(record, record)} {record['tokens']:,} tokens.\n\n{told}\n"
+    told = markdown_table(shown, left=1, answer=("against checkpointing", "GPU memory, GiB"))
+    where = _where(record, record)
+    return f"{where} {record['tokens']:,} tokens; weights, gradients and moments are included.\n\n{told}\n"
 
 
 @table("budget_host_cost")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drawing import plotted
-from page_text import BLOCKS, PICTURES, ROOT, Row, day_of, gib, image, machine, markdown_table, ms, read, table
+from page_text import BLOCKS, PICTURES, ROOT, Row, day_of, gib, image, machine, ms, read, table
 
 from offload.base.checks import format_bytes
 from offload.observe.spans import LANES, Span
@@ -62,30 +62,19 @@ def fault_picture(name: str, drawn: Path, page: Path) -> str:
     alt = (
         f"Recorded timeline of three streams and of memory. What one sees: {sees}. The recorded step takes {recorded}."
     )
-    said = f"To open in [Perfetto](https://ui.perfetto.dev): {{download}}`the trace <{trace}>`."
-    return f"{image(alt, drawn, page)}\n{_measured(row)}\n\n{said}\n"
+    return f"{image(alt, drawn, page)}\n{_measured(row)}; {{download}}`trace <{trace}>`.\n"
 
 
 def _measured(row: Row) -> str:
     """A step without offloading and one with, and the counters of a step."""
     kept, found, stats, steps = row["kept"], row["found"], row["stats"], row["steps"]
     wasted = ", ".join(f"{name} {format_bytes(nbytes // steps)}" for name, nbytes in stats["wasted"].items())
-    empty = {"copied, GiB": "", "`stall_s`, ms": "", "`late_reloads`": "", "`wasted`": ""}
-    counted = {
-        "copied, GiB": gib(stats["offloaded_bytes"] / steps),
-        "`stall_s`, ms": ms(stats["stall_s"] / steps),
-        "`late_reloads`": str(stats["late_reloads"] // steps),
-        "`wasted`": wasted,
-    }
-    rows = [{"": "without offloading", **_step(kept["step_s"], kept["peak_bytes"]), **empty}]
-    if row["name"] == "first_step":
-        rows.append({"": "the first step", "step, ms": ms(row["recorded"]["duration_s"]), "peak, GiB": "", **empty})
-    rows.append({"": "with", **_step(found["step_s"], found["peak_bytes"]), **counted})
-    return markdown_table(rows, left=1, answer=("step, ms", "`stall_s`, ms", "`late_reloads`"))
-
-
-def _step(step_s: float, peak_bytes: float) -> Row:
-    return {"step, ms": ms(step_s), "peak, GiB": gib(peak_bytes)}
+    first = f", the first {ms(row['recorded']['duration_s'])} ms" if row["name"] == "first_step" else ""
+    return (
+        f"Step {ms(kept['step_s'])} → {ms(found['step_s'])} ms{first}, peak {gib(kept['peak_bytes'])} → "
+        f"{gib(found['peak_bytes'])} GiB; {gib(stats['offloaded_bytes'] / steps)} GiB copied, `stall_s` "
+        f"{ms(stats['stall_s'] / steps)} ms, `late_reloads` {stats['late_reloads'] // steps}, `wasted` {wasted or '0'}"
+    )
 
 
 @table("fault_setting")

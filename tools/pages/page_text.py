@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,9 @@ from tabulate import tabulate
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
 GB = 1e9
+
+WORD = re.compile(r"\b[a-z]{4,}", re.IGNORECASE)
+"""Longer than a unit, and no commit, which has figures."""
 
 Row = dict[str, Any]
 Text = Callable[[Path], str]
@@ -62,7 +66,7 @@ def full_record(path: Path) -> Row:
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]], *, left: int = 0, answer: Sequence[str] = ()) -> str:
-    """Rows of equal keys, as they are; the first ``left`` columns flush left, the others right.
+    """Rows of equal keys, as they are; the first ``left`` columns and those with words flush left, the others right.
 
     The columns of the ``answer`` come right behind those: a phone shows no more without scrolling.
     """
@@ -70,7 +74,8 @@ def markdown_table(rows: Sequence[Mapping[str, Any]], *, left: int = 0, answer: 
     if not set(answer) <= set(names[left:]):
         raise ValueError(f"answer must name columns behind the first {left}, got {list(answer)} of {names}")
     names = [*names[:left], *answer, *(name for name in names[left:] if name not in answer)]
-    align = ["left"] * left + ["right"] * (len(names) - left)
+    in_words = {name for name in names if any(WORD.search(str(row[name])) for row in rows)}
+    align = ["left" if name in {*names[:left], *in_words} else "right" for name in names]
     return tabulate(
         [{name: row[name] for name in names} for row in rows],
         headers="keys",
@@ -156,15 +161,21 @@ def with_runs(
 ) -> list[Row]:
     """Rows as people read them, with a last column that says when each was measured, if they are of several runs.
 
+    Of several runs of one day, which is in the table's sentence, it has the commits.
+
     Args:
         shown: The rows of a table.
         rows: What was measured, row by row.
         record: Where that is from.
         among: Rows that stand in the table's sentences or other cells, and count as well.
     """
-    if len({run_of(row, record) for row in [*rows, *among]}) == 1:
+    runs = {run_of(row, record) for row in [*rows, *among]}
+    if len(runs) == 1:
         return list(shown)
-    return [one | {"measured": ", ".join(run_of(row, record))} for one, row in zip(shown, rows, strict=True)]
+    own = [run_of(row, record) for row in rows]
+    if len({day for day, _ in runs}) == 1:
+        return [one | {"commit": commit} for one, (_, commit) in zip(shown, own, strict=True)]
+    return [one | {"measured": ", ".join(run)} for one, run in zip(shown, own, strict=True)]
 
 
 def measured_on(rows: Sequence[Mapping[str, Any]], record: Mapping[str, Any], *, by_row: bool = False) -> str:

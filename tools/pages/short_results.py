@@ -1,0 +1,72 @@
+"""The first lines of the page of benchmarks: what each part came to, the weak results as well."""
+
+from pathlib import Path
+
+from headline_results import LAYERS, LLAMA, plans_of, row_of
+from never_slower_results import compared
+from page_text import gib, more, percent, read, table
+from pipeline_records import RECORDS, measured, read_records
+from recipe_results import best_of, resident_of
+
+from benchmarks.pipeline_report import HALF
+
+LONG_TOKENS = 262_144
+
+
+@table("benchmarks_in_short")
+def in_short(_page: Path) -> str:
+    """A line for each part of the page, from the records of its tables."""
+    return "\n".join(f"- {line}" for line in (_activations(), _training(), _long(), _models(), _pipelines())) + "\n"
+
+
+def _activations() -> str:
+    nothing, checkpoint, cheap, near = plans_of(read("budget"))
+    return (
+        f"**Activations** of {LAYERS}: {gib(nothing['peak_bytes'], 1)} → {gib(cheap['peak_bytes'], 1)} GiB, step "
+        f"{more(cheap['ratio'])}. In the {gib(checkpoint['peak_bytes'], 1)} GiB that checkpointing needs, the step is "
+        f"{more(near['ratio'])} instead of {more(checkpoint['ratio'])}."
+    )
+
+
+def _training() -> str:
+    rows = read("recipe")["rows"]
+    row = best_of(rows)
+    resident = None if row is None else resident_of(row, rows)
+    assert row is not None
+    assert resident is not None
+    return (
+        f"**[A full fine-tune](howto/recipe.md#measured)** of {LLAMA}: {gib(resident['peak_bytes'], 0)} → "
+        f"{gib(row['peak_bytes'], 0)} GiB with {gib(row['pinned_bytes'], 0)} GiB of host memory, step "
+        f"{more(row['step_s'] / resident['step_s'])} against checkpointing."
+    )
+
+
+def _long() -> str:
+    rows = read("long_context")["rows"]
+    ours, inputs = (row_of(rows, row=f"{LONG_TOKENS}:{way}")["step_s"] for way in ("plan", "inputs"))
+    return (
+        f"**[{LONG_TOKENS:,} tokens](howto/long_context.md#measured)** with {LLAMA}: step {more(ours / inputs)} "
+        "against checkpointing with offloaded inputs."
+    )
+
+
+def _models() -> str:
+    ratios = [one["ratio"] for one in compared()]
+    worst = max(compared(), key=lambda one: float(one["ratio"]))
+    return (
+        f"**[Other models](#other-models)**, {len(ratios)} budgets: {sum(one <= 1.02 for one in ratios)} are at "
+        f"most 2% slower than the fastest other way in the same memory. The worst, {worst['name']}, takes "
+        f"{worst['ratio']:.2f} times as long."
+    )
+
+
+def _pipelines() -> str:
+    halves = [found.way for record in read_records(RECORDS) for found in measured(record, HALF)]
+    said = []
+    for width in sorted({row["width"] for row in halves}, key=int, reverse=True):
+        saved, longer = ([row[key] for row in halves if row["width"] == width] for key in ("peak_saved", "slowdown"))
+        said.append(
+            f"with layers of width {width}, the first rank's peak falls by {min(saved):.0%} to {max(saved):.0%}, and "
+            f"the step takes {percent(min(longer))} to {percent(max(longer))} longer"
+        )
+    return f"**[Pipelines](#pipelines)**: {'; '.join(said)}."
