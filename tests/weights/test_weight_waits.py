@@ -94,7 +94,7 @@ def late_compute(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> bool:
     return all(torch.equal(one, other.cpu()) for one, other in zip(expected, seen, strict=True))
 
 
-def late_gradient(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> bool:
+def late_gradient(lab: Lab, monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup | None = None) -> bool:
     """Compute writes a gradient only when its copy could have begun."""
 
     class Late(Linear):
@@ -102,10 +102,10 @@ def late_gradient(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> bool:
             return torch.tanh(x @ lab.late_gradient(self.weight, 7.0, LATE_S))
 
     layers, x = build(Late, LAYERS, lab.device)
-    with stream_weights(layers, lab.device):
+    with stream_weights(layers, lab.device, process_group=group):
         found = gradients(layers, x)
         lab.drain()
-    return all(bool((gradient == 7.0).all()) for gradient in found)
+    return all(bool((gradient == (7.0 if group is None else 3.5)).all()) for gradient in found)
 
 
 def optimizer_in_a_hurry(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> bool:
@@ -152,23 +152,27 @@ def two_ranks() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
+class LateWork:
+    """A collective that the device runs only after a while: ``change`` is what the other rank does to the result."""
+
+    def __init__(self, lab: Lab, change: Callable[[], object]) -> None:
+        self.lab, self.change = lab, change
+
+    def wait(self) -> None:
+        if self.lab.device.type == "cpu":
+            time.sleep(LATE_S)
+        else:
+            torch.cuda._sleep(int(LATE_S * 2e9))
+        self.change()
+
+
 def averages_are_late(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> bool:
     """The other rank has the same gradients, which come when the copy to the host could have been over."""
     all_reduce = dist.all_reduce
 
-    class Late:
-        def __init__(self, numbers: torch.Tensor) -> None:
-            self.numbers = numbers
-
-        def wait(self) -> None:
-            if lab.device.type == "cpu":
-                time.sleep(LATE_S)
-            else:
-                torch.cuda._sleep(int(LATE_S * 2e9))
-            self.numbers.mul_(2)
-
     def late(numbers: torch.Tensor, *options: Any, **named: Any) -> Any:
-        return Late(numbers) if numbers.is_floating_point() else all_reduce(numbers, *options, **named)
+        same = numbers.is_floating_point()
+        return LateWork(lab, lambda: numbers.mul_(2)) if same else all_reduce(numbers, *options, **named)
 
     layers, x = build(Linear, LAYERS, lab.device)
     expected = gradients(layers, x)
@@ -177,6 +181,30 @@ def averages_are_late(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> bool:
         found = gradients(layers, x)
         lab.drain()
     return all(map(torch.equal, expected, found))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_averages_wait_for_late_gradients(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, what gathers gradients runs in the caller's thread, which is not late."""
+    with two_ranks() as group:
+        assert late_gradient(lab, monkeypatch, group)
+
+
+def test_a_gradient_that_another_rank_alone_has_is_no_none(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host decides that, when the ranks have told each other."""
+    all_reduce = dist.all_reduce
+
+    def late(numbers: torch.Tensor, *options: Any, **named: Any) -> Any:
+        tells = not numbers.is_floating_point()
+        return LateWork(lab, lambda: numbers.fill_(1)) if tells else all_reduce(numbers, *options, **named)
+
+    layers, x = build(Linear, LAYERS, lab.device)
+    with two_ranks() as group, stream_weights(layers, lab.device, process_group=group):
+        monkeypatch.setattr(dist, "all_reduce", late)
+        found = gradients(layers, x, lambda layers, x: backward(layers[1:], x))
+    assert torch.equal(found[0], torch.zeros(WIDTH, WIDTH))
+    assert found[1].count_nonzero() > 0
 
 
 def averaged_with_sums(lab: Lab, prepare: Callable[[], object]) -> bool:
