@@ -4,6 +4,7 @@ Every scenario sets up the timing that its wait is for. The numbers are right, a
 one wait.
 """
 
+import gc
 import threading
 import time
 import weakref
@@ -355,6 +356,19 @@ def test_the_end_of_an_evaluation_waits_for_loads(lab: Lab) -> None:
         forward(layers, x)
         assert handle.stats().loads == 3
         assert load_is_over(lab), "a load still reads the weights"
+
+
+def test_layers_that_are_dropped_wait_for_their_loads(lab: Lab) -> None:
+    """The slots' memory may become something else of compute's."""
+    layers, x = build(Linear, 2, lab.device)
+    handle = stream_weights(layers, lab.device)
+    lab.slow(h2d_s=10 * LATE_S)
+    with torch.no_grad():
+        layers[0](x)
+    assert handle.stats().loads == 2
+    del layers, handle
+    gc.collect()
+    assert load_is_over(lab), "a load still writes into the slots"
 
 
 def test_a_layer_loaded_ahead_sees_what_the_program_changes_after_backward(lab: Lab) -> None:
