@@ -40,7 +40,7 @@ SHARES = (0.75, 0.6, 0.35, 0.15)
 """Of what a step adds with everything kept."""
 TURNS, TIMES, STEPS = 2, 2, 3
 """How often each way has its turn, how many times are taken in it, and of how many steps each is the mean."""
-SETTLES = 26
+SETTLES = 34
 """Steps until plans were compared: not timed, as a training run has thousands after them."""
 COMPILED_SHARES = (0.75, 0.5, 0.35)
 """The same of compiled layers; another default."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from offload.planning.layer_costs import inputs_of, region_costs, saved_of
-from offload.planning.profile import LayerProfile, Link, Profile
+from offload.planning.profile import HostSeconds, LayerProfile, Link, Profile
 from offload.recompute.costs import LayerPolicy, RegionProfile
 from offload.schedule.points import Move, Point, backward, forward
 from offload.schedule.schedule import Schedule
@@ -89,8 +89,9 @@ def region_layers(draw) -> LayerProfile:
             made = replace(last, name=made.name, nbytes=made.nbytes, seconds=0.0, saved=saved, another_of=first)
         regions.append(made)
     forward_s, backward_s = draw(st.integers(1, 50)) / 1e3, draw(st.integers(1, 50)) / 1e3
+    host = HostSeconds(*draw(st.just(()) | st.tuples(*[st.integers(0, 100).map(lambda ms: ms / 1e3)] * 3)))
     return LayerProfile.from_regions(
-        regions, forward_s, backward_s, workspace_bytes=draw(st.integers(0, 50)) * (1 << 20)
+        regions, forward_s, backward_s, workspace_bytes=draw(st.integers(0, 50)) * (1 << 20), host=host
     )
 
 

@@ -234,6 +234,7 @@ weak_storage, is_expired = _find("UntypedStorage._weak_ref"), _find("UntypedStor
 free_weak_storage = _find("UntypedStorage._free_weak_ref")
 negated = _find("_neg_view")  # a view whose elements are read with the other sign
 raw_stream = _find("_C._cuda_getCurrentRawStream")  # the handle of the current stream of a device, given by its index
+spin = _find("cuda._sleep")  # keeps the current stream busy for so many cycles
 
 
 def owners_of(storage: torch.UntypedStorage) -> int:

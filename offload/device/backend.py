@@ -141,6 +141,9 @@ class Backend:
         """The point that the compute stream reaches with what is queued so far."""
         return self.record_timed(self.compute_stream())
 
+    def delay(self, seconds: float) -> None:
+        """Let the compute stream do nothing for so long, if it is another than the host's; none is there to ask."""
+
     def seconds(self, marks: Iterable[tuple[Event, Event]]) -> list[float]:
         """From the first mark of each pair to the second; waits until the stream has reached them."""
         self.synchronize()  # else some marks would have no time yet

@@ -23,12 +23,13 @@ from typing import Any, cast
 
 import torch
 
-from offload.base.torch_private import raw_stream
+from offload.base.torch_private import raw_stream, spin
 from offload.device.backend import Backend, Event, PageLockError, Stream, Wait
 
 _HOST_TO_DEVICE = 1
 _DEVICE_TO_HOST = 2
 _PORTABLE_AND_MAPPED = 0x1 | 0x2
+CYCLES_PER_S = 2e9  # GPUs run at somewhat less
 _FORKS = (Wait.READY, Wait.LANDING)  # the waits after which a copy leaves compute's line
 
 
@@ -58,6 +59,9 @@ class CudaBackend(Backend):
         if why in _FORKS and self.capturing:
             self._anchor.zero_()
         stream.wait_event(event)
+
+    def delay(self, seconds: float) -> None:
+        spin(round(CYCLES_PER_S * seconds))
 
     def to_host(self, stream: Stream, pieces: Sequence[torch.Tensor], memory: torch.UntypedStorage) -> None:
         self.memcpy(stream, pieces, memory.data_ptr(), _DEVICE_TO_HOST)

@@ -1,8 +1,9 @@
 """Compare plans that choose among regions, whole layers or checkpoints by the time that microbatches take.
 
-A plan's prediction counts the seconds of the device and of the link. The host's are not in it: where the host is what a
-step waits for, a plan with fewer policies can be the faster one. So the plan with the shortest prediction is followed
-first, and others after it that may be faster, until the fastest is found. Every plan fits the budget.
+A plan's prediction counts the seconds of the device, of the link and of the host as they were measured once. A host
+that is busy for a moment takes longer, and one that waits for the device now and then less long. So the plan with the
+shortest prediction is followed first, and others after it that may be faster, until the fastest is found. Every plan
+fits the budget.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ HOPE = 0.9
 
 OPTIMISM = 0.75
 """Of its prediction, the seconds that a plan may take that was not measured; or this part of how long another one took
-of its own prediction. Where the host binds the step, layers take longer while they are measured than under any plan."""
+of its own prediction."""
 
 SIMILAR = 0.7
 """From this part of the elements on that a plan is for, seconds are in proportion."""

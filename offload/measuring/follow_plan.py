@@ -21,6 +21,7 @@ from torch import nn
 
 from offload.activations.context import OffloadContext
 from offload.base.checks import format_bytes, format_s, parse_bytes, warn_caller
+from offload.device.backend import Event
 from offload.device.capture import CaptureError
 from offload.measuring.compare_plans import ComparePlans
 from offload.measuring.layer_times import LayerTimes
@@ -103,6 +104,7 @@ class FollowPlan(WatchedLayers):
         """What a step needs on the device beside the activations of the layers, for inputs of the planned size."""
         self.link = measure_link(self._backend.device)
         self._times = LayerTimes(layers, self._backend)
+        self._times.pause()
         self._costs = CostsBySize()
         self._stage: Literal["learning", "timing", "following"] = "learning"
         self._inputs = self._timed_inputs = Inputs(1, ())
@@ -183,7 +185,7 @@ class FollowPlan(WatchedLayers):
             return
         self._learn_costs()
         if self._stage == "timing":
-            self._end_timing()
+            self._end_timing(self._backend.mark())
         self._inputs = given_to(inputs)
         size = self._costs.size_of(self._inputs)
         proved, self._proves = self._proves, False
@@ -292,8 +294,8 @@ class FollowPlan(WatchedLayers):
         if before != self._learned and (self._stage == "learning" or all(map(operator.ne, before, self._learned))):
             self._costs.learn(self._inputs, [one.costs for one in self._policies])
 
-    def _end_timing(self) -> None:
-        """Add what was timed to what is known of the layers' costs, unless layers were learned meanwhile.
+    def _end_timing(self, now: Event) -> None:
+        """Add what was timed until ``now`` to what is known of the layers' costs, unless layers were learned meanwhile.
 
         A layer that was skipped costs what another one with the same regions does. While there is none, or the last
         layer was skipped, behind which the loss is timed, timing goes on.
@@ -313,7 +315,7 @@ class FollowPlan(WatchedLayers):
         expected, self.measured_bytes = peak_bytes(layers, num_layers, profile.loss_bytes), self._peak_bytes
         timed = dict(zip(ran, profile.layers, strict=True))
         every = _with_skipped(timed, kinds, self._new_gradients)
-        profile = replace(profile, layers=every, other_s=self._times.between_s())
+        profile = replace(profile, layers=every, other_s=self._times.between_s(now))
         self._times.pause()
         for one in self._policies:
             one.clock = None

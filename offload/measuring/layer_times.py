@@ -1,11 +1,17 @@
-"""Times and memory of layers while they run: a mark at both ends of each forward and backward."""
+"""Times and memory of layers while they run: a mark at both ends of each forward and backward.
+
+Where the host takes longer to queue a layer than the device to run it, the time between the marks would be the host's.
+So the device is delayed before such a layer, until the host is ahead, and the host's time is taken by its own clock.
+"""
 
 from __future__ import annotations
 
 import statistics
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -21,16 +27,57 @@ from offload.observe.memory import MemoryPeak
 from offload.planning.layer_costs import Peaks
 from offload.planning.profile import LayerProfile
 
+MOST_DELAY_S = 0.02
+"""How long the device is delayed at most, and before the first layer of a pass: longer than hosts need to queue one."""
+
+AHEAD = 1.5
+"""Before the others: by so many times the most that a layer of this pass has taken the host."""
+
+NEAR = 4
+"""So many layers ahead of the device, the host does not yet wait for room in CUDA's queue, of 1024 kernels."""
+
 
 @dataclass
 class Marks:
-    """The marks of one microbatch in one layer."""
+    """The marks of one microbatch in one layer. Each pass is reached, and starts after the delay, if there is one."""
 
     ends_with_input: bool  # whether backward ends once the gradient of the layer's first input is known
+    forward_reached: Any = None
     forward_start: Any = None
     forward_end: Any = None
+    backward_reached: Any = None
     backward_start: Any = None
     backward_end: Any = None
+    host_s: dict[str, float] = field(default_factory=dict)  # of the host in each pass; 0 where that is not known
+
+
+class _Queueing:
+    """How far the host is ahead of the device, layer by layer."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._starts = deque([backend.mark()] * NEAR, NEAR)  # where the last layers start on the device
+        self._start_s = 0.0  # when the host began the last one
+        self._most_s = {"forward": 0.0, "backward": 0.0}  # the most that a layer has taken
+        self._near = False
+
+    def begin(self, phase: str) -> Event:
+        """Delay the device unless the host is a layer ahead; where the next layer starts."""
+        self._near = self._starts[0].query()
+        if self._starts[-1].query():
+            self._backend.delay(min(AHEAD * self._most_s[phase] or MOST_DELAY_S, MOST_DELAY_S))
+        self._starts.append(self._backend.mark())
+        self._start_s = time.perf_counter()
+        return self._starts[-1]
+
+    def end(self, phase: str) -> float:
+        """Seconds since that on the host; 0 if these may be more than it needs to queue the layer.
+
+        It waits for room in a queue if it is far ahead, and for the device if the layer asks that for a value.
+        """
+        took_s = time.perf_counter() - self._start_s
+        self._most_s[phase] = max(self._most_s[phase], took_s)
+        return took_s if self._near and not self._starts[-1].query() else 0.0
 
 
 class LayerTimes(Attachment):
@@ -46,6 +93,7 @@ class LayerTimes(Attachment):
         self.between_bytes = 0  # the most between the last forward and its backward, above that at the step's start
         self._most_bytes = 0
         self.paused = False  # whether layers run that are not to be timed
+        self.queueing = _Queueing(backend)
         self.forwards = 0  # in training that have begun, timed or not, since the user of this set it to 0
         super().__init__(layers, self.layers)
 
@@ -58,6 +106,7 @@ class LayerTimes(Attachment):
         """Forget what was timed so far, and the peaks if ``memory`` is asked for new ones."""
         self.pause()
         self.paused = False
+        self.queueing = _Queueing(self.backend)
         if memory is not None:
             for layer in self.layers:
                 layer.peaks = {"forward": 0, "backward": 0}
@@ -92,10 +141,18 @@ class LayerTimes(Attachment):
         """Of each layer that ran, the median seconds of forward and of backward."""
         return [self.layers[number].seconds() for number in self.ran]
 
+    def host_s(self, phase: str) -> list[float]:
+        """Of each layer that ran, the median seconds of the host in a pass; 0 where they are not known."""
+        if self.backend.device.type == "cpu":
+            return [0.0] * len(self.ran)  # compute is the host's
+        rounds = [self.layers[number].complete_rounds() for number in self.ran]
+        found = [[one.host_s[phase] for one in each if phase in one.host_s] for each in rounds]
+        return [statistics.median(filter(None, each) if any(each) else [0.0]) for each in found]
+
     def loss_s(self) -> float:
         """The median of the seconds between the last layer's forwards and their backwards."""
         return statistics.median(
-            self.backend.seconds((one.forward_end, one.backward_start) for one in self.layers[-1].complete_rounds())
+            self.backend.seconds((one.forward_end, one.backward_reached) for one in self.layers[-1].complete_rounds())
         )
 
     def time(self, step: Callable[[], object], steps: int) -> None:
@@ -109,13 +166,17 @@ class LayerTimes(Attachment):
     def other_s(self) -> float:
         """Seconds of a microbatch of these steps beside layers and loss."""
         steps_s = statistics.median(self.backend.seconds(pairwise(self._marks))) * (len(self._marks) - 1)
+        rounds = [one for layer in self.layers for one in layer.complete_rounds()]
+        delays = [(one.forward_reached, one.forward_start) for one in rounds]
+        delays += [(one.backward_reached, one.backward_start) for one in rounds]
+        steps_s -= sum(self.backend.seconds(delays))
         known_s = sum(map(sum, self.seconds())) + self.loss_s()
         return max(0.0, steps_s / len(self.layers[-1].rounds) - known_s)
 
-    def between_s(self) -> float:
+    def between_s(self, now: Event) -> float:
         """Seconds from the end of the first layer's last backward until now: what a step does beside its layers."""
         end = next((one.backward_end for one in reversed(self.layers[0].rounds) if one.backward_end), None)
-        return 0.0 if end is None else self.backend.seconds([(end, self.backend.mark())])[0]
+        return 0.0 if end is None else self.backend.seconds([(end, now)])[0]
 
     def peaks(self) -> Peaks:
         """The most that was allocated in each part of a step by the layers that ran; zeros where nobody can tell."""
@@ -209,23 +270,27 @@ class MeasuredLayer(LayerListener):
             self._recorder.hooks.callback(hook.remove)
         self.rounds.append(marks)
         self._recorder.running = self if len(self.rounds) == 1 else None
-        marks.forward_start, _ = self._recorder.mark()
+        marks.forward_reached, _ = self._recorder.mark()
+        marks.forward_start = self._recorder.queueing.begin("forward")
 
     def end_forward(self, call: LayerCall, *, failed: bool) -> None:
         if self._running is not None:
             self._recorder.running = None
             self._running.forward_end = self._mark("forward")
+            self._running.host_s["forward"] = self._recorder.queueing.end("forward")
 
     def forward_returned(self, call: LayerCall, output: object) -> None:
         if self._running is not None:
             marks = self._running
             if not before_backward(tensors_in(output), call.first_node, partial(self._begin_backward, marks)):
-                marks.backward_start = marks.backward_end = marks.forward_end  # frozen, or an identity
+                # It is frozen, or an identity.
+                marks.backward_reached = marks.backward_start = marks.backward_end = marks.forward_end
 
     def _begin_backward(self, marks: Marks, _: object) -> None:
         if marks.backward_start is not None:
             return  # another output had its gradient first
-        marks.backward_start, between_bytes = self._recorder.mark()
+        marks.backward_reached, between_bytes = self._recorder.mark()
+        marks.backward_start = self._recorder.queueing.begin("backward")
         if self is self._recorder.layers[-1]:
             self._recorder.between_bytes = max(self._recorder.between_bytes, between_bytes)
         if marks.ends_with_input:
@@ -249,6 +314,7 @@ class MeasuredLayer(LayerListener):
         # A leaf that is the input of several microbatches tells each of them of each gradient.
         if marks.backward_start is not None and marks.backward_end is None:
             marks.backward_end = self._mark("backward")
+            marks.host_s["backward"] = self._recorder.queueing.end("backward")
 
     def _mark(self, phase: str) -> Event:
         mark, most_bytes = self._recorder.mark()

@@ -6,7 +6,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -22,7 +22,7 @@ from offload.device.select import get_backend
 from offload.measuring.layer_times import LayerTimes, MeasuredLayer
 from offload.observe.memory import memory_peak
 from offload.planning.layer_costs import region_costs, with_workspace
-from offload.planning.profile import LayerProfile, Profile
+from offload.planning.profile import HostSeconds, LayerProfile, Profile
 from offload.recompute.costs import LayerPolicy, RegionProfile
 from offload.recompute.layer_policies import LayerPolicies
 from offload.recompute.policies import Policy
@@ -98,8 +98,10 @@ def _measure(
         times.start(memory_peak(backend.device))
         step()  # without hooks, under which some tensors live longer
         times.time(step, steps)
-    profiles = tuple(layer.profile() for layer in times.layers)
-    return with_workspace(Profile(profiles, times.loss_s(), times.other_s()), times.peaks())
+    profiles = [layer.profile() for layer in times.layers]
+    host_s = zip(*(_filled(times.host_s(phase)) for phase in ("forward", "backward")), strict=True)
+    profiles = [replace(one, host=HostSeconds(sum(each_s))) for one, each_s in zip(profiles, host_s, strict=True)]
+    return with_workspace(Profile(tuple(profiles), times.loss_s(), times.other_s()), times.peaks())
 
 
 def _measure_recomputed(
@@ -158,16 +160,39 @@ def learned_profile(
     alone_s = [region_costs(tuple(costs), frozenset()).recompute_s for _, costs in ran]
     # The backward of a compiled layer recomputes without a second run, and was timed as a whole at each level.
     again_s = [
-        statistics.median(times.backend.seconds(one.second_runs) or [0.0]) if one.runs_again else recompute_s
+        statistics.median(times.backend.seconds((begin, end) for begin, end, _ in one.second_runs) or [0.0])
+        if one.runs_again
+        else recompute_s
         for (one, _), recompute_s in zip(ran, alone_s, strict=True)
     ]
     run_again = [number for number, (one, _) in enumerate(ran) if one.runs_again]
     again, alone = (math.fsum(seconds[number] for number in run_again) for seconds in (again_s, alone_s))
     ratio = again / alone if min(again, alone) > 0 else 1.0
     layers = []
-    for (one, costs), (forward_s, backward_s), run_s in zip(ran, times.seconds(), again_s, strict=True):
+    for (one, costs), (forward_s, backward_s), run_s, host in zip(
+        ran, times.seconds(), again_s, _host_seconds([one for one, _ in ran], times), strict=True
+    ):
         timed = [replace(region, seconds=(ratio if one.runs_again else 1.0) * region.seconds) for region in costs]
-        layers.append(LayerProfile.from_regions(timed, forward_s, max(forward_s, backward_s - run_s)))
+        layers.append(LayerProfile.from_regions(timed, forward_s, max(forward_s, backward_s - run_s), host=host))
     profile = Profile(tuple(layers), times.loss_s())
     num_layers = len({*learning_schedule(len(policies)).offloaded_layers} & {*times.ran})
     return with_workspace(profile, times.peaks(), num_layers, recompute_all(profile)), num_layers
+
+
+def _host_seconds(policies: Sequence[LayerPolicies], times: LayerTimes) -> Iterator[HostSeconds]:
+    """What each layer costs the host, from steps in which everything is recomputed."""
+    # A second run is a forward of which everything is kept. One that waits for the device says nothing.
+    forwards_s, backwards_s = times.host_s("forward"), times.host_s("backward")
+    runs_s = [
+        statistics.median([run_s for *_, run_s in one.second_runs] or [0.0]) if backward_s else 0.0
+        for one, backward_s in zip(policies, backwards_s, strict=True)
+    ]
+    for forward_s, backward_s, run_s in zip(*map(_filled, (forwards_s, backwards_s, runs_s)), strict=True):
+        plain_s, again_s = min(forward_s, run_s or forward_s), min(backward_s, run_s)
+        yield HostSeconds(plain_s + backward_s - again_s, forward_s - plain_s, again_s)
+
+
+def _filled(seconds: Sequence[float]) -> list[float]:
+    """With the median of those that are known in place of the others."""
+    typical_s = statistics.median([one for one in seconds if one] or [0.0])
+    return [one or typical_s for one in seconds]

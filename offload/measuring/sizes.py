@@ -153,6 +153,7 @@ class CostsBySize:
                     line("backward_s"),
                     workspace_bytes=round(line("workspace_bytes")),
                     forward_workspace_bytes=round(line("forward_workspace_bytes")),
+                    host=timed[-1].host,
                 )
             )
         line = partial(_on_line, elements_each, [one.profile for one in self._timed], size[()])

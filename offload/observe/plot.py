@@ -94,7 +94,8 @@ def _draw_streams(ax: Axes, spans: Sequence[Span], end: float) -> None:
 
     rows = [list(merged((span for span in spans if span.lane == lane), lambda _: 0.002 * end)) for lane in LANES[::-1]]
     styles: dict[Kind, dict[str, Any]] = {kind: {"facecolor": color, "linewidth": 0} for kind, color in COLORS.items()}
-    styles["stall"] = {"facecolor": "none", "edgecolor": INK, "hatch": "/////", "linewidth": 0.8}
+    waiting = {"facecolor": "none", "edgecolor": INK, "linewidth": 0.8}
+    styles |= {"stall": waiting | {"hatch": "/////"}, "late": waiting | {"hatch": "....."}}
     for row, boxes in enumerate(rows):
         for box in boxes:
             # A hair's breadth between neighbours: an outline in the page's colour, whatever that is.

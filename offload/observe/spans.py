@@ -8,19 +8,21 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 Lane = Literal["compute", "d2h", "h2d"]
-Kind = Literal["forward", "backward", "recompute", "other", "stall", "offload", "reload"]
+Kind = Literal["forward", "backward", "recompute", "other", "stall", "late", "offload", "reload"]
 LANES: tuple[Lane, ...] = get_args(Lane)
 COPY_LANES: tuple[Lane, ...] = ("d2h", "h2d")
+WAITING: tuple[Kind, ...] = ("stall", "late")
 
 
 @dataclass(frozen=True)
 class Span:
-    """One stream busy with one thing, or waiting (kind ``"stall"``).
+    """One stream busy with one thing, or waiting (kinds ``"stall"`` and ``"late"``).
 
     Args:
         lane: ``"compute"``, ``"d2h"`` or ``"h2d"``.
-        kind: ``"forward"``, ``"backward"``, ``"recompute"``, ``"other"`` or ``"stall"`` on the compute
-            stream, ``"offload"`` or ``"reload"`` on the copy streams.
+        kind: ``"forward"``, ``"backward"``, ``"recompute"``, ``"other"``, ``"stall"`` (waits for copies) or ``"late"``
+            (waits for the host, which has not queued more) on the compute stream, ``"offload"`` or ``"reload"`` on the
+            copy streams.
         start_s: Seconds since the timeline's start.
         end_s: Not before ``start_s``.
         label: A few words for people.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from offload.base.checks import format_bytes, format_s
 from offload.observe.plot import plot_timeline
-from offload.observe.spans import COPY_LANES, LANES, Lane, Span, covered_s
+from offload.observe.spans import COPY_LANES, LANES, WAITING, Lane, Span, covered_s
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,9 +53,14 @@ class Timeline:
         """Seconds that the compute stream waited for copies."""
         return covered_s(span for span in self.spans if span.kind == "stall")
 
+    @property
+    def late_s(self) -> float:
+        """Seconds that the compute stream waited for the host, which had not queued more."""
+        return covered_s(span for span in self.spans if span.kind == "late")
+
     def busy_s(self, *lanes: Lane) -> float:
-        """Seconds in which the stream, or one of several, did something; stalls do not count."""
-        return covered_s(span for span in self.spans if span.lane in lanes and span.kind != "stall")
+        """Seconds in which the stream, or one of several, did something; waiting does not count."""
+        return covered_s(span for span in self.spans if span.lane in lanes and span.kind not in WAITING)
 
     def copied_bytes(self, lane: Lane) -> int:
         """Bytes that the stream copied."""

@@ -146,6 +146,7 @@ class LayerPieces(NamedTuple):
     forward: list[Piece]
     backward: list[Piece]  # recomputation first, if anything was dropped; then the last operation of forward first
     offloaded: list[int]  # the bytes of each offloaded tensor, in the order of saving
+    host_s: float  # the host's seconds
 
 
 class LayerCosts(NamedTuple):
@@ -166,6 +167,7 @@ class LayerCosts(NamedTuple):
     offloaded_bytes: int
     forward_peak_bytes: int  # the most that forward has on the device
     backward_peak_bytes: int  # the most that backward has on the device, with what forward has left or was reloaded
+    host_s: float  # the host's seconds, beside those of the device
 
 
 @lru_cache(maxsize=4096)
@@ -173,7 +175,7 @@ def layer_pieces(layer: LayerProfile, policy: LayerPolicy | None = None, *, offl
     """Forward and backward of a layer in pieces, whose seconds are shared as the operations share those of forward."""
     # Without a policy, everything that the layer saves is kept, or offloaded. If the layer is not offloaded, all that
     # is kept is on the device.
-    regions = layer.known_regions()
+    regions, host = layer.known_regions(), layer.host
     if policy is None or not layer.regions:
         policy = LayerPolicy(saved_of(regions), saved_of(regions))
     costs = region_costs(regions, policy.kept)
@@ -191,7 +193,14 @@ def layer_pieces(layer: LayerProfile, policy: LayerPolicy | None = None, *, offl
         backward.append(Piece("backward", share * layer.backward_s, freed_bytes=saved_bytes, awaits=awaits))
     if costs.dropped:
         backward.append(_recompute(regions, costs, places))
-    return LayerPieces(forward, backward[::-1], [regions[number].nbytes for number in moving])
+    return LayerPieces(
+        forward,
+        backward[::-1],
+        [regions[number].nbytes for number in moving],
+        host.kept_s
+        + (host.policy_s if offloads or costs.dropped else 0.0)
+        + (host.second_run_s if costs.dropped else 0.0),
+    )
 
 
 def _freed_after(regions: Sequence[RegionProfile], numbers: Iterable[int]) -> Counter[int]:
@@ -232,7 +241,7 @@ def _peak_bytes(pieces: Sequence[Piece], held_bytes: int = 0) -> int:
 
 def layer_costs(layer: LayerProfile, policy: LayerPolicy | None, link: Link, *, offloads: bool) -> LayerCosts:
     """What the pieces of a layer add up to, whenever they start."""
-    forward, backward, offloaded = layer_pieces(layer, policy, offloads=offloads)
+    forward, backward, offloaded, host_s = layer_pieces(layer, policy, offloads=offloads)
     held = _held_bytes(forward)
     ready_s = accumulate(piece.seconds for piece in forward)
     sent = [(ready, piece.taken_bytes) for ready, piece in zip(ready_s, forward, strict=True) if piece.offloads]
@@ -258,6 +267,7 @@ def layer_costs(layer: LayerProfile, policy: LayerPolicy | None, link: Link, *, 
         sum(offloaded),
         (layer.forward_workspace_bytes or 0) + _peak_bytes(forward),
         layer.workspace_bytes + _peak_bytes(backward, held),
+        host_s,
     )
 
 
@@ -299,8 +309,8 @@ def peaks_of(layers: Sequence[LayerCosts], num_layers: int) -> Peaks:
     return Peaks(forward, between, backward)
 
 
-def step_s(layers: Sequence[LayerCosts], num_layers: int, loss_s: float = 0.0) -> float:
-    """Seconds from the first forward to the end of the last backward, with ``loss_s`` of compute between the two."""
+def step_s(layers: Sequence[LayerCosts], num_layers: int, loss_s: float = 0.0, other_s: float = 0.0) -> float:
+    """Seconds of a step, with ``loss_s`` of compute between the passes and ``other_s`` after them."""
     resident = len(layers) - num_layers
     now_s = copied_s = 0.0
     offloaded_s: list[float] = []  # when each layer and those before it are on the host
@@ -320,7 +330,8 @@ def step_s(layers: Sequence[LayerCosts], num_layers: int, loss_s: float = 0.0) -
         now_s += layers[number].backward_s
         if number < num_layers:
             now_s = max(now_s, reloads_s[number] + layers[number].backward_after_s)
-    return now_s
+    # The host runs ahead, also into the next step.
+    return max(now_s + other_s, math.fsum(map(attrgetter("host_s"), layers)))
 
 
 def with_workspace(

@@ -19,7 +19,7 @@ from itertools import groupby
 from offload.base.checks import format_bytes, format_s, parse_bytes
 from offload.observe.timeline import Timeline
 from offload.planning.layer_costs import LayerCosts, costs_of, region_costs
-from offload.planning.profile import Link, Profile, check_link, check_profile
+from offload.planning.profile import HostSeconds, Link, Profile, check_link, check_profile
 from offload.planning.search import Among, Search, layers_of_kinds
 from offload.planning.simulate import simulate
 from offload.recompute.costs import LayerPolicy
@@ -88,20 +88,26 @@ class Plan:
     def helps(self) -> dict[str, float]:
         """Predicted seconds of a step with a quarter more of what the keys name. It plans again for each of them.
 
-        ``"device"`` stands for its memory, ``"link"`` for its speed, and ``"host"`` for its memory if that is limited.
+        ``"device"`` stands for its memory, ``"link"`` for its speed, ``"host"`` for its memory if that is limited, and
+        ``"kernels"`` for how many of them the host queues in a second, if the device waits for that: compiled layers
+        have fewer.
         """
-        budget, link, host = self.memory_budget, self.link, self.max_host_bytes
+        profile, budget, link, host = self.profile, self.memory_budget, self.link, self.max_host_bytes
         faster = Link(MORE * link.d2h_bytes_per_s, MORE * link.h2d_bytes_per_s, MORE * link.duplex_bytes_per_s)
-        asked = {"device": (round(MORE * budget), link, host), "link": (budget, faster, host)}
+        asked: dict[str, tuple[Profile, int, Link, int | None]]
+        asked = {"device": (profile, round(MORE * budget), link, host), "link": (profile, budget, faster, host)}
         if host is not None:
-            asked["host"] = (budget, link, round(MORE * host))
+            asked["host"] = (profile, budget, link, round(MORE * host))
+        if self.timeline.late_s:
+            sooner = [replace(one, host=HostSeconds(*(each / MORE for each in one.host))) for one in profile.layers]
+            asked["kernels"] = (replace(profile, layers=tuple(sooner)), budget, link, host)
         return {
-            what: make_plan(self.profile, budget, link, max_host_bytes=host).step_s
-            for what, (budget, link, host) in asked.items()
+            what: make_plan(profile, budget, link, max_host_bytes=host).step_s
+            for what, (profile, budget, link, host) in asked.items()
         }
 
     def binds(self) -> str:
-        """Of what more would help most: ``"device"``, ``"link"`` or ``"host"``; ``"compute"`` if none of them would."""
+        """The key of :meth:`helps` that would help most; ``"compute"`` if none of them would."""
         helps = self.helps()
         least = min(helps, key=helps.__getitem__)
         return least if helps[least] < 0.999 * self.step_s else "compute"
@@ -119,7 +125,9 @@ class Plan:
         budget, host = format_bytes(self.memory_budget), format_bytes(self.host_bytes)
         again, waiting = format_s(self.recompute_s), format_s(self.timeline.stall_s)
         most = "" if self.max_host_bytes is None else f" of {format_bytes(self.max_host_bytes)}"
-        seconds = f"step {step}, of which {again} recomputing and {waiting} waiting for copies; {step_without}"
+        late_s = self.timeline.late_s
+        late = f" and {format_s(late_s)} for the host" if late_s >= FREE * self.step_s else ""
+        seconds = f"step {step}, of which {again} recomputing and {waiting} waiting for copies{late}; {step_without}"
         memory = f"peak {peak} of {budget}, {peak_without} if all is kept; host memory {host}{most}"
         return "\n".join([*self._region_table(), f"{seconds} if all is kept", memory])
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import Self
+from typing import NamedTuple, Self
 
 from offload.base.checks import check_number, check_type, describe, format_bytes, format_s
 from offload.recompute.costs import RegionProfile
@@ -58,6 +58,17 @@ class Link:
         return f"{self.device or 'link'}: d2h {d2h}, h2d {h2d}, both {duplex} GB/s"
 
 
+class HostSeconds(NamedTuple):
+    """What a layer costs the host, which queues the layer's kernels; zeros where it is far ahead of the device."""
+
+    kept_s: float = 0.0  #: Of forward and backward if everything is kept.
+    policy_s: float = 0.0  #: What offloading or recomputing adds to forward.
+    second_run_s: float = 0.0  #: What recomputing adds to backward.
+
+
+NO_HOST = HostSeconds()
+
+
 @dataclass(frozen=True)
 class LayerProfile:
     """What one layer costs.
@@ -78,6 +89,7 @@ class LayerProfile:
     workspace_bytes: int = 0  #: What else is on the device in its backward: temporary tensors, gradients.
     regions: tuple[RegionProfile, ...] = field(default=(), kw_only=True)
     forward_workspace_bytes: int | None = field(default=None, kw_only=True)  #: In forward; as in backward if left out.
+    host: HostSeconds = field(default=NO_HOST, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("forward_s", "backward_s", "saved_bytes", "workspace_bytes"):
@@ -85,6 +97,8 @@ class LayerProfile:
         if self.forward_workspace_bytes is None:  # __dict__ is the way to fill a frozen dataclass
             vars(self)["forward_workspace_bytes"] = self.workspace_bytes
         check_number("forward_workspace_bytes", self.forward_workspace_bytes)
+        for name, seconds in zip(HostSeconds._fields, self.host, strict=True):
+            check_number(f"host.{name}", seconds)
         if self.regions:
             self._check_regions()
         if not isinstance(self.tensors, list | tuple):
@@ -107,11 +121,12 @@ class LayerProfile:
         *,
         workspace_bytes: int = 0,
         forward_workspace_bytes: int | None = None,
+        host: HostSeconds = NO_HOST,
     ) -> LayerProfile:
         """The profile of a layer whose regions are known: what it saves is what they save."""
-        regions, beside = tuple(regions), {"forward_workspace_bytes": forward_workspace_bytes}
+        regions, workspace = tuple(regions), {"forward_workspace_bytes": forward_workspace_bytes}
         saved_bytes = sum(region.nbytes for region in regions if region.saved)
-        return cls(forward_s, backward_s, saved_bytes, (), workspace_bytes, regions=regions, **beside)
+        return cls(forward_s, backward_s, saved_bytes, (), workspace_bytes, regions=regions, host=host, **workspace)
 
     def _check_regions(self) -> None:
         for number, region in enumerate(self.regions):
@@ -196,7 +211,10 @@ class Profile:
             layers = []
             for layer in values["layers"]:
                 regions = tuple(RegionProfile(**one | {"reads": tuple(one["reads"])}) for one in layer["regions"])
-                layers.append(LayerProfile(**layer | {"tensors": tuple(layer["tensors"]), "regions": regions}))
+                host = HostSeconds(*layer.get("host", ()))
+                layers.append(
+                    LayerProfile(**layer | {"tensors": (*layer["tensors"],), "regions": regions, "host": host})
+                )
             return cls(tuple(layers), values["loss_s"], values["other_s"], values.get("loss_bytes", 0))
         except (KeyError, TypeError) as error:
             raise ValueError(f"{needed}, but something is missing or unknown: {error}") from error

@@ -171,7 +171,7 @@ class Search:
         peak, host = peak_bytes(costs, choice.num_layers, profile.loss_bytes), _host_bytes(costs)
         if peak > self.most_bytes or host > self.most_host_bytes:
             return None
-        found_s = step_s(costs, choice.num_layers, profile.loss_s) + profile.other_s
+        found_s = step_s(costs, choice.num_layers, profile.loss_s, profile.other_s)
         return Score(float(f"{found_s:.9g}"), host, peak), choice
 
     def best(self) -> Found | None:
@@ -277,11 +277,11 @@ class Search:
         return self.scored(self._at(num_layers, offloaded, fitting - 1)) if fitting else None
 
     def _may_be_faster(self, costs: Sequence[LayerCosts], fastest_s: float) -> bool:
-        """Whether neither compute nor the copies alone take longer than the fastest step."""
+        """Whether neither compute nor the copies nor the host alone take longer than the fastest step."""
         forward_s, backward_s, offload_s, reload_s = (map(attrgetter(name), costs) for name in SECONDS)
         compute_s, copies_s = math.fsum(map(add, forward_s, backward_s)), math.fsum(map(add, offload_s, reload_s))
         least_s = max(compute_s + self.profile.loss_s, copies_s) + self.profile.other_s
-        return least_s <= fastest_s * (1 + ROUNDING)
+        return max(least_s, math.fsum(map(attrgetter("host_s"), costs))) <= fastest_s * (1 + ROUNDING)
 
     def _swept(self, best: Found) -> Found:
         """With other policies of single layers, as long as that is better."""

@@ -5,21 +5,22 @@ on the d2h stream. A release lets compute wait until the layer's copies are done
 once, and its copies start no earlier than compute has come to that point, the tensor saved last first. Backward first
 recomputes what was dropped, once the offloaded regions before the last dropped one are reloaded. Then backward waits
 for one tensor at a time, and frees each when it is done with it. While both directions are busy they share the duplex
-bandwidth.
+bandwidth. The host runs ahead, also into the next step: a step is as long as the host needs, if that is longer than the
+device.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from offload.observe.spans import LANES, Kind, Lane, Span, merged
+from offload.observe.spans import COPY_LANES, LANES, Kind, Lane, Span, merged
 from offload.observe.timeline import Timeline
-from offload.planning.layer_costs import inputs_of, layer_pieces, saved_of
+from offload.planning.layer_costs import LayerPieces, inputs_of, layer_pieces, saved_of
 from offload.planning.profile import LayerProfile, Link, Profile, check_link, check_profile
 from offload.recompute.costs import LayerPolicy
 from offload.schedule.points import Point, backward
@@ -117,16 +118,26 @@ def simulate_steps(
     title: str,
 ) -> Timeline:
     """The timeline of any steps: the points of the schedule in their order, and what compute does between them."""
-    tasks = list(_tasks(schedule, layers, policies or (None,) * len(layers), steps))
+    offloaded = {*schedule.offloaded_layers}
+    pieces = [
+        layer_pieces(layer, policy, offloads=number in offloaded)
+        for number, (layer, policy) in enumerate(zip(layers, policies or (None,) * len(layers), strict=True))
+    ]
+    steps = [*steps]
+    tasks = list(_tasks(schedule, layers, pieces, steps))
     queues = {lane: [task for task in tasks if task.lane == lane] for lane in LANES}
     compute = queues["compute"]
     _run(queues, link)
     # Pieces of a layer without a pause are one span; compute that belongs to no layer is not joined.
     spans = [*merged(_compute_spans(compute), lambda span: -1.0 if span.layer is None else 0.0)]
     spans += [
-        Span(task.lane, task.kind, task.start_s, task.end_s, task.label, task.layer, round(task.amount))
-        for task in (*queues["d2h"], *queues["h2d"])
+        Span(lane, task.kind, task.start_s, task.end_s, task.label, task.layer, round(task.amount))
+        for lane in COPY_LANES
+        for task in queues[lane]
     ]
+    queued_s = math.fsum(pieces[one.layer].host_s for one in steps if isinstance(one, Point) and one.phase == "F")
+    if queued_s > (end_s := max((task.end_s for task in compute), default=0.0)):
+        spans.append(Span("compute", "late", end_s, queued_s, "wait for the host"))
     changes = [edge for one in compute for edge in ((one.start_s, one.taken_bytes), (one.end_s, -one.freed_bytes))]
     held = accumulate(change for _, change in changes)
     memory = [(time_s, nbytes) for (time_s, change), nbytes in zip(changes, held, strict=True) if change]
@@ -136,15 +147,10 @@ def simulate_steps(
 def _tasks(
     schedule: Schedule,
     layers: Sequence[LayerProfile],
-    policies: Sequence[LayerPolicy | None],
+    pieces: Sequence[LayerPieces],
     steps: Iterable[Point | Interlude],
 ) -> Iterator[_Task]:
     """What the three streams do, in the order in which it is queued."""
-    offloaded = set(schedule.offloaded_layers)
-    pieces = [
-        layer_pieces(layer, policy, offloads=number in offloaded)
-        for number, (layer, policy) in enumerate(zip(layers, policies, strict=True))
-    ]
     copies: defaultdict[int, list[_Task]] = defaultdict(
         list
     )  # of each layer's tensors in order: to the host, later back
@@ -188,7 +194,7 @@ def _tasks(
         yield hold(-workspace_bytes)
 
 
-def _run(queues: dict[Lane, list[_Task]], link: Link) -> None:
+def _run(queues: Mapping[Lane, Sequence[_Task]], link: Link) -> None:
     """Find when each task starts and ends: a stream runs one at a time, in order, and the copies share the link."""
     now_s, left = 0.0, dict[_Task, float]()  # of the amounts of tasks that have begun
     waiting = [deque(tasks) for tasks in queues.values()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -67,8 +68,8 @@ class LayerPolicies(RegionPolicies):
         self._parameters: list[nn.Parameter] | None = None
         self.clock: Clock | None = None
         """Marks points of the compute stream, while second runs are timed."""
-        self.second_runs: list[tuple[Any, Any]] = []
-        """The marks at begin and end of each second run since the clock was set."""
+        self.second_runs: list[tuple[Any, Any, float]] = []
+        """The marks at begin and end of each second run since the clock was set, and the host's seconds."""
         self.said: set[str] = set()
         """What was written into the log."""
 
@@ -78,9 +79,9 @@ class LayerPolicies(RegionPolicies):
         if clock is None:
             yield
             return
-        begin = clock()
+        begin, begin_s = clock(), time.perf_counter()
         yield
-        self.second_runs.append((begin, clock()))
+        self.second_runs.append((begin, clock(), time.perf_counter() - begin_s))
 
     def kind_of(self, layer: nn.Module, inputs: LayerInputs, settings: Settings) -> InputKind:
         """What tells whether the layer saves other tensors: its inputs, mode, and trained parameters, and settings."""

@@ -21,7 +21,7 @@ from offload.planning.layer_costs import (
     with_workspace,
 )
 from offload.planning.plan import Plan, make_plan
-from offload.planning.profile import LayerProfile, Link, Profile
+from offload.planning.profile import HostSeconds, LayerProfile, Link, Profile
 from offload.planning.simulate import simulate
 from offload.recompute.costs import LayerPolicy, RegionProfile
 from offload.schedule.schedule import Schedule
@@ -136,7 +136,7 @@ class TestSimulation:
         costs = costs_of(profile, link, range(num_layers), policies)
         timeline = simulate(schedule, profile, link, policies=policies)
         assert peak_bytes(costs, num_layers, profile.loss_bytes) == timeline.peak_bytes
-        predicted_s = step_s(costs, num_layers, profile.loss_s) + profile.other_s
+        predicted_s = step_s(costs, num_layers, profile.loss_s, profile.other_s)
         assert predicted_s == pytest.approx(timeline.duration_s, rel=1e-9)
 
     @given(steps())
@@ -279,6 +279,24 @@ class TestPlan:
         found = make_plan(REFERENCE, "2GiB", PCIE)
         assert found.binds() == "link"
         assert found.helps()["link"] < found.helps()["device"]
+
+    def test_kernels_bind_where_the_host_queues_them_more_slowly_than_the_device_runs_them(self):
+        """The host runs ahead, also into the next step, and what a policy costs it counts."""
+        host = HostSeconds(0.0195, 0.002, 0.009)
+        profile = replace(REFERENCE, layers=(replace(DECODER, host=host),) * 20)
+        found = make_plan(profile, "24GiB", PCIE)
+        assert found.step_s == pytest.approx(20 * 0.0195)
+        assert found.timeline.late_s == pytest.approx(20 * 0.0195 - 0.384)
+        assert found.binds() == "kernels"
+        fewer, more = (make_plan(one, "6GiB", PCIE).policies.count(None) for one in (REFERENCE, profile))
+        assert more > fewer
+        assert "for the host" in str(found)
+
+    def test_the_seconds_of_the_host_are_in_the_profiles_text(self):
+        profile = replace(REFERENCE, layers=(replace(DECODER, host=HostSeconds(1.0, 2.0, 3.0)),))
+        assert Profile.from_json(profile.to_json()) == profile
+        with pytest.raises(ValueError, match=r"host\.policy_s"):
+            replace(DECODER, host=HostSeconds(1.0, -2.0))
 
     def test_a_host_with_less_memory_takes_longer(self):
         found = make_plan(REFERENCE, "4GiB", PCIE, max_host_bytes="1GiB")

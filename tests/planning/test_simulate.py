@@ -68,7 +68,7 @@ class TestInvariants:
         recomputed = [span.duration_s for span in timeline.spans if span.kind == "recompute"]
         assert sum(recomputed) == pytest.approx(again_s)
         assert timeline.busy_s("compute") == pytest.approx(profile.compute_s + again_s)
-        assert timeline.duration_s == pytest.approx(profile.compute_s + again_s + timeline.stall_s)
+        assert timeline.duration_s == pytest.approx(profile.compute_s + again_s + timeline.stall_s + timeline.late_s)
 
     @given(steps())
     def test_memory_ends_at_zero_and_is_never_negative_and_its_times_are_in_order(self, step):
