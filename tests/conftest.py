@@ -110,9 +110,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return WHOLLY_SLOW.search(collection_path.read_text("utf-8")) is not None or None
 
 
+FAST_S = 120
+"""So long may a fast test take, which ends in a second or never: on a busy machine, too."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rank = {name: index for index, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+    for item in items:
+        if not any(map(item.get_closest_marker, ("slow", "nightly", "gpu", "multigpu", "timeout"))):
+            item.add_marker(pytest.mark.timeout(FAST_S))
 
 
 def _gpus_needed(item: pytest.Item) -> int:

@@ -6,10 +6,11 @@ import functools
 import itertools
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import pytest
@@ -78,6 +79,18 @@ def _calls_and_withs(code: CodeType) -> tuple[frozenset[int], frozenset[int]]:
     runs = zip(instructions, instructions[1:], instructions[2:], strict=False)
     withs = {run[0].offset for run in runs if all(one.opname == "LOAD_CONST" and one.argval is None for one in run)}
     return frozenset(calls), frozenset(withs)
+
+
+def slowly(function: FunctionType, seconds: float = 0.02) -> Callable[..., Any]:
+    """For ``sys.settrace``: each line of a function takes so long, so that threads meet in the midst of it."""
+
+    def trace(frame: FrameType, *_: object) -> Any:
+        if frame.f_code is not function.__code__:
+            return None
+        time.sleep(seconds)
+        return trace
+
+    return trace
 
 
 def _patched(name: str, error: Callable[[], BaseException]) -> Fault:

@@ -16,6 +16,11 @@ import torch
 import torch.distributed as dist
 from scripts import NO_GPU, run_scripts
 
+RANKS_S = 300
+"""So long may ranks take together: they are over in half a minute, unless one waits for what never comes."""
+COLLECTIVE_S = 60
+"""So long does a rank wait for the others in a collective."""
+
 
 def run_ranks(worker: Path, world: int, device: str, folder: Path) -> list[dict[Any, Any]]:
     """What each rank of ``python WORKER RANK WORLD_SIZE DEVICE FOLDER`` left in ``FOLDER/RANK.pt``."""
@@ -26,6 +31,7 @@ def run_ranks(worker: Path, world: int, device: str, folder: Path) -> list[dict[
         [[str(worker), str(rank), str(world), device, str(folder)] for rank in range(world)],
         folder,
         environment | (NO_GPU if device == "cpu" else {}),
+        timeout_s=RANKS_S,
     )
     assert [rank.code for rank in done] == [0] * world, "\n".join(rank.output for rank in done)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
@@ -75,7 +81,7 @@ def true_in_a_child(condition: Callable[[], bool]) -> bool:
 def group(folder: Path, rank: int = 0, world: int = 1, kind: str = "cpu") -> Iterator[None]:
     """A process group of these ranks, by default of this process alone."""
     store = dist.FileStore(str(folder / "store"), world)
-    waits = timedelta(minutes=5)  # for a rank that has left a collective out: the wait ends before the test's time does
+    waits = timedelta(seconds=COLLECTIVE_S)  # for a rank that has left a collective out
     backend = "gloo" if kind == "cpu" else "nccl"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=waits)
     yield

@@ -65,9 +65,8 @@ class GradientReducer:
     def finish(self) -> None:
         """Average what is left, and drop the averages of parameters that have a gradient on no rank."""
         self._average_down_to(0)
+        # Made on the host, which has copied it to the device when it goes on.
         used = torch.tensor(list(self._used.values()), dtype=torch.int32, device=self._backend.device)
-        # Compute has made the tensor.
-        self._backend.wait(self._stream, self._backend.compute_stream().record_event(), WeightWait.GRADIENT)
         reduce = partial(dist.all_reduce, used, dist.ReduceOp.MAX, self._group, async_op=True)
         self._backend.collective(self._stream, reduce)
         # The host reads it next: which gradients become None is decided there.

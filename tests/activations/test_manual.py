@@ -157,6 +157,37 @@ def test_threads_that_need_a_layer_at_once_reload_it_once(monkeypatch):
     assert_same(expected, found)
 
 
+def test_a_thread_that_needs_a_layer_while_its_reload_begins_starts_no_other(monkeypatch):
+    leaf = torch.linspace(0, 1, MIN_BYTES, requires_grad=True)
+    expected = torch.autograd.grad(leaf.sin().exp().sum(), leaf)
+    context, sync, controller = manual()
+    with context:
+        loss = leaf.sin().exp().sum()
+    loss = sync(loss)
+    controller.start_offload_layer(0)
+    controller.release_activation_forward_gpu_memory(0)
+    backend = get_backend("cpu")
+    begun, empty = threading.Event(), backend.empty
+
+    def slow_empty(nbytes):
+        begun.set()
+        time.sleep(0.1)
+        return empty(nbytes)
+
+    def backward():
+        begun.wait(10)
+        return torch.autograd.grad(loss, leaf)
+
+    monkeypatch.setattr(backend, "empty", slow_empty)
+    with ThreadPoolExecutor(1) as threads:
+        found = threads.submit(backward)
+        controller.start_reload_layer(0)
+        assert_same(expected, found.result())
+    stats = context.stats()
+    assert stats.reloaded_bytes == stats.offloaded_bytes > 0
+    assert stats.late_reloads == 0
+
+
 def test_late_reload_is_correct_and_counted(layers, inputs):
     expected = expected_gradients(layers, inputs[:1])
     context, sync, controller = manual()

@@ -11,6 +11,7 @@ import torch
 from lab import Lab
 from models import Offloading, build, loss_of, offloading, save
 
+import offload
 from offload import Schedule, get_cpu_offload_context
 from offload.activations import activation_set
 from offload.device.backend import Wait
@@ -255,6 +256,62 @@ def test_what_leaves_again_during_its_reload_waits_for_it(lab: Lab) -> None:
     offloaded.forward([first, torch.neg, again, torch.neg, torch.neg], x).sum().backward()
     assert all(torch.equal(found, expected) for found in received)
     assert len(received) == 2
+
+
+def test_compute_waits_for_a_reload_that_fails_in_its_midst(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was queued by then still lands in memory that compute may use for something else. Nothing else is lost."""
+    received: list[float] = []
+
+    def layer(y: torch.Tensor) -> torch.Tensor:
+        for value in (1.0, 2.0):
+            y = save(
+                y,
+                lambda saved: received.append(saved[0].unique().item()),
+                torch.full((ELEMENTS,), value, device=lab.device),
+            )
+        return y
+
+    offloaded = offloading(1, 3, lab.device)
+    first = offloaded.layer(layer, torch.ones(1, device=lab.device, requires_grad=True))
+    end = offloaded.forward([torch.neg, torch.neg], first)
+    memory = torch.zeros(NBYTES, dtype=torch.uint8, device=lab.device)
+    lab.recycle(memory)
+    lab.slow(h2d_s=LATE_S)
+    left = [lab.backend.to_device]
+
+    def fail_after_the_first(*copy: Any) -> None:
+        left.pop()(*copy)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lab.backend, "to_device", fail_after_the_first)
+        with pytest.raises(IndexError):
+            torch.autograd.grad(end.sum(), first, retain_graph=True)
+    memory.fill_(7)
+    lab.drain()
+    assert memory.unique().tolist() == [7]
+    end.sum().backward()
+    assert received == [2.0, 1.0]
+
+
+def test_a_copy_that_fails_in_its_midst_holds_its_host_buffer_until_it_is_over(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, to_host, queued = OneTensor(lab), lab.backend.to_host, list[Any]()
+
+    def fail_at_the_end(*copy: Any) -> None:
+        to_host(*copy)
+        queued.append(lab.d2h_stream.record_event())
+        raise ArithmeticError
+
+    lab.slow(d2h_s=LATE_S)
+    with monkeypatch.context() as patch:
+        patch.setattr(lab.backend, "to_host", fail_at_the_end)
+        with pytest.raises(ArithmeticError):
+            case.begin(lambda: case.full(3.0))
+    assert offload.empty_host_cache(lab.device) > 0
+    assert [event.query() for event in queued] == [True]
+    case.end(case.begin(lambda: case.full(5.0))).sum().backward()
+    assert case.found == [5.0]
 
 
 def test_last_saved_comes_back_first_and_only_what_is_read_is_waited_for(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from lab import Lab
 from models import NOTHING, WIDTH, Offloading, assert_moved, assert_same, gradients, loss_of, offloading, save
+from ranks import true_in_a_child
 from saving import FLOAT8, assert_identical, finish_copies, normal, nothing, round_trip, run
 from torch import nn
 from torch.autograd import forward_ad
@@ -590,18 +591,24 @@ def step(offloaded: Offloading, when: str, nbytes: int, lab: Lab) -> list[torch.
     return gradients
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.parametrize("nbytes", [0, 1024, 8 * ELEMENTS], ids=["freed", "cut", "grown"])
 @pytest.mark.parametrize("when", WHEN)
 def test_backward_reads_what_the_program_put_there(when: str, nbytes: int, lab: Lab) -> None:
+    """In a child on the CPU: a copy that still reads what was freed ends the process."""
     expected = step(NOTHING, when, nbytes, lab)
-    offloaded = offloading(1, 3, lab.device)
-    for _ in range(2):
-        assert_same(expected, step(offloaded, when, nbytes, lab))
-    assert offloaded.stats.skipped == {"resized": 2}
-    assert offloaded.stats.reloaded_bytes > 0
-    lab.drain()
-    lab.pool.trim()
-    assert lab.pool.used_bytes == 0
+
+    def is_right() -> bool:
+        offloaded = offloading(1, 3, lab.device)
+        for _ in range(2):
+            assert_same(expected, step(offloaded, when, nbytes, lab))
+        assert offloaded.stats.skipped == {"resized": 2}
+        assert offloaded.stats.reloaded_bytes > 0
+        lab.drain()
+        lab.pool.trim()
+        return lab.pool.used_bytes == 0
+
+    assert true_in_a_child(is_right) if lab.device.type == "cpu" else is_right()
 
 
 def test_after_backward_has_begun_it_reads_its_own(lab: Lab) -> None:

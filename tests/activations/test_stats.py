@@ -2,8 +2,10 @@
 
 import statistics
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -304,3 +306,15 @@ def test_a_saved_tensor_takes_few_calls_and_files() -> None:
     assert {"KeptHandle", "MovedHandle", "DroppedHandle"} <= {type(handle).__name__ for handle in held}
     assert statistics.median(map(len, taken.values())) <= MOST_CALLS
     assert statistics.median(len(set(files)) for files in taken.values()) <= MOST_FILES
+
+
+def test_a_stall_counts_once_if_two_threads_ask_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend: Any = FakeBackend()
+    transfers, elapsed_s = Transfers(backend, backend), backend.elapsed_s
+    for begin_s, end_s in ((1.0, 3.0), (4.0, 5.0)):
+        transfers.wait_for_copies(begin_s, Copied(end_s), Wait.RELEASE)
+    backend.now = 9.0
+    monkeypatch.setattr(backend, "elapsed_s", lambda *events: (time.sleep(0.05), elapsed_s(*events))[1])
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda _: transfers.stats(), range(2)))
+    assert transfers.stats().stall_s == 3.0

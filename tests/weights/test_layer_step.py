@@ -492,19 +492,38 @@ def test_a_backward_that_fails_after_some_steps_is_told(accumulated: bool, lab: 
     assert_same(plain.values, loop.values)
 
 
-def test_a_copy_that_fails_is_told(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_backward_waits_for_the_copies_of_its_steps(lab: Lab) -> None:
+    """The program loads a checkpoint next, which a late copy would overwrite."""
+    loop = Loop(lab.device, OPTIMIZERS["plain SGD"], chunk_bytes="1MiB")
+    train(loop, 1)
+    saved = loop.checkpoint
+    loop.run = lambda y: forward(loop.layers, Stop()(y))
+    lab.slow(d2h_s=0.05)
+    with pytest.raises(ValueError, match="stop"):
+        loop.loss(1).backward()
+    loop.streamed.synchronize()  # on a GPU autograd's thread, which ends what has failed, may still be at it
+    loop.load(saved)
+    lab.slow()
+    lab.drain()
+    assert_same(saved[0].values(), loop.modules.state_dict().values())
+
+
+@pytest.mark.parametrize("good", [0, 6, 15])
+def test_a_copy_that_fails_is_told(good: int, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many copies to the host are right before."""
     if lab.device.type != "cpu":
         pytest.skip("a GPU's copies do not fail")
     loop = Loop(lab.device)
     train(loop, 2)
     saved = loop.checkpoint
-    copied = lab.backend.copy
+    copy_one, left = lab.backend.copy, [None] * good
 
     def failing(stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
-        if stream is lab.d2h_stream:
-            stream.submit(lambda: 1 / 0)
+        if stream is not lab.d2h_stream or left:
+            copy_one(stream, target, source)
+            del left[: stream is lab.d2h_stream]
         else:
-            copied(stream, target, source)
+            stream.submit(lambda: 1 / 0)
 
     with monkeypatch.context() as patch:
         patch.setattr(lab.backend, "copy", failing)

@@ -2,7 +2,9 @@
 
 import copy
 import gc
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from faults import slowly
 from lab import Lab
 from models import WIDTH, GptBlock, assert_same, build, loss_of
 from saving import saved_and_loaded
@@ -21,7 +24,9 @@ from torch.distributed.fsdp import fully_shard
 from offload import HostMemoryError, StreamedWeights, record_timeline, stream_weights
 from offload.base.tensors import aligned
 from offload.host import page_locked as pinned
+from offload.weights.gradients import GradientWriter
 from offload.weights.layer import missing_bytes
+from offload.weights.stream import WeightStream
 
 LAYERS = 4
 
@@ -106,6 +111,38 @@ def test_failed_backward_that_autograd_still_holds(device: torch.device) -> None
         assert all(value.device.type == "cpu" for value in layers.state_dict().values())
         assert_as_before(handle, layers, x, expected)
         held.clear()
+        assert_as_before(handle, layers, x, expected)
+
+
+def test_a_failed_backward_is_dropped_once_by_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program's, which goes on, and the one that lets autograd's objects go, as a GPU's autograd thread does."""
+    layers, x = build(Failing, LAYERS, torch.device("cpu"))
+    expected = gradients(layers, x)
+    dropped, held, both = list[object](), list[object](), threading.Barrier(2)
+    finish = GradientWriter.finish
+    monkeypatch.setattr(GradientWriter, "finish", lambda writer: (dropped.append(writer), finish(writer))[1])
+
+    def fail(_: torch.Tensor) -> None:
+        held.extend(each for each in gc.get_objects() if type(each).__name__ == "EndOfBackward")
+        raise ValueError("stop")
+
+    def drop(how: Callable[[], object]) -> None:
+        before = sys.gettrace()
+        sys.settrace(slowly(WeightStream.drop_backward))
+        both.wait(10)
+        how()
+        sys.settrace(before)
+
+    with stream_weights(layers, "cpu") as handle:
+        y = layers[1](layers[0](x))
+        y.register_hook(fail)
+        with pytest.raises(ValueError, match="stop"):
+            loss_of(forward(layers[2:], y)).backward()
+        other = threading.Thread(target=drop, args=(held.clear,))
+        other.start()
+        drop(handle.synchronize)
+        other.join(10)
+        assert len(dropped) == 1
         assert_as_before(handle, layers, x, expected)
 
 
@@ -495,6 +532,30 @@ def test_threads_at_the_same_time(where: str, device: torch.device) -> None:
         thread.join()
         assert_same(expected, [parameter.grad for parameter in layers.parameters()])
         assert_as_before(handle, layers, x, expected)
+
+
+def test_threads_that_enter_in_the_same_moment() -> None:
+    layers, x = build("gpt", LAYERS, torch.device("cpu"))
+    layers[0].norm1.register_forward_pre_hook(lambda *_: time.sleep(0.3))
+    both, found = threading.Barrier(2), list[object]()
+
+    def run() -> None:
+        sys.settrace(slowly(WeightStream.enter_thread))
+        both.wait(10)
+        try:
+            found.append(layers[0](x))
+        except RuntimeError as error:
+            found.append(str(error))
+
+    with stream_weights(layers, "cpu"):
+        threads = [threading.Thread(target=run) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+    refused, entered = sorted(found, key=lambda one: isinstance(one, torch.Tensor))
+    assert isinstance(entered, torch.Tensor)
+    assert "must be used by one thread at a time" in str(refused)
 
 
 def test_threads_one_after_another(device: torch.device) -> None:

@@ -1,9 +1,10 @@
 """Each wait of weight streaming is needed: without it, and with bad timing, a number is wrong.
 
-Every test sets up the timing that its wait is for, checks that the numbers are right, then lets the library
-forget that one wait and checks that they are wrong.
+Every scenario sets up the timing that its wait is for. The numbers are right, and wrong once the library forgets that
+one wait.
 """
 
+import gc
 import threading
 import time
 import weakref
@@ -34,6 +35,7 @@ def expected_and_found(lab: Lab, microbatches: int = 1, **delays: float) -> bool
     expected = [microbatches * gradient for gradient in gradients(layers, x)]
     with stream_weights(layers, lab.device):
         gradients(layers, x)
+        lab.drain()
         for parameter in layers.parameters():
             parameter.grad.fill_(float("nan"))  # the memory is used again
         lab.slow(**delays)
@@ -93,7 +95,7 @@ def late_compute(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> bool:
     return all(torch.equal(one, other.cpu()) for one, other in zip(expected, seen, strict=True))
 
 
-def late_gradient(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> bool:
+def late_gradient(lab: Lab, monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup | None = None) -> bool:
     """Compute writes a gradient only when its copy could have begun."""
 
     class Late(Linear):
@@ -101,10 +103,10 @@ def late_gradient(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> bool:
             return torch.tanh(x @ lab.late_gradient(self.weight, 7.0, LATE_S))
 
     layers, x = build(Late, LAYERS, lab.device)
-    with stream_weights(layers, lab.device):
+    with stream_weights(layers, lab.device, process_group=group):
         found = gradients(layers, x)
         lab.drain()
-    return all(bool((gradient == 7.0).all()) for gradient in found)
+    return all(bool((gradient == (7.0 if group is None else 3.5)).all()) for gradient in found)
 
 
 def optimizer_in_a_hurry(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> bool:
@@ -151,23 +153,27 @@ def two_ranks() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
+class LateWork:
+    """A collective that the device runs only after a while: ``change`` is what the other rank does to the result."""
+
+    def __init__(self, lab: Lab, change: Callable[[], object]) -> None:
+        self.lab, self.change = lab, change
+
+    def wait(self) -> None:
+        if self.lab.device.type == "cpu":
+            time.sleep(LATE_S)
+        else:
+            torch.cuda._sleep(int(LATE_S * 2e9))
+        self.change()
+
+
 def averages_are_late(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> bool:
     """The other rank has the same gradients, which come when the copy to the host could have been over."""
     all_reduce = dist.all_reduce
 
-    class Late:
-        def __init__(self, numbers: torch.Tensor) -> None:
-            self.numbers = numbers
-
-        def wait(self) -> None:
-            if lab.device.type == "cpu":
-                time.sleep(LATE_S)
-            else:
-                torch.cuda._sleep(int(LATE_S * 2e9))
-            self.numbers.mul_(2)
-
     def late(numbers: torch.Tensor, *options: Any, **named: Any) -> Any:
-        return Late(numbers) if numbers.is_floating_point() else all_reduce(numbers, *options, **named)
+        same = numbers.is_floating_point()
+        return LateWork(lab, lambda: numbers.mul_(2)) if same else all_reduce(numbers, *options, **named)
 
     layers, x = build(Linear, LAYERS, lab.device)
     expected = gradients(layers, x)
@@ -176,6 +182,30 @@ def averages_are_late(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> bool:
         found = gradients(layers, x)
         lab.drain()
     return all(map(torch.equal, expected, found))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_averages_wait_for_late_gradients(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, what gathers gradients runs in the caller's thread, which is not late."""
+    with two_ranks() as group:
+        assert late_gradient(lab, monkeypatch, group)
+
+
+def test_a_gradient_that_another_rank_alone_has_is_no_none(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host decides that, when the ranks have told each other."""
+    all_reduce = dist.all_reduce
+
+    def late(numbers: torch.Tensor, *options: Any, **named: Any) -> Any:
+        tells = not numbers.is_floating_point()
+        return LateWork(lab, lambda: numbers.fill_(1)) if tells else all_reduce(numbers, *options, **named)
+
+    layers, x = build(Linear, LAYERS, lab.device)
+    with two_ranks() as group, stream_weights(layers, lab.device, process_group=group):
+        monkeypatch.setattr(dist, "all_reduce", late)
+        found = gradients(layers, x, lambda layers, x: backward(layers[1:], x))
+    assert torch.equal(found[0], torch.zeros(WIDTH, WIDTH))
+    assert found[1].count_nonzero() > 0
 
 
 def averaged_with_sums(lab: Lab, prepare: Callable[[], object]) -> bool:
@@ -231,13 +261,17 @@ def test_every_wait_has_a_scenario() -> None:
     assert {*SCENARIOS, WeightWait.UPDATED} == set(WeightWait)
 
 
+@pytest.mark.parametrize("wait", SCENARIOS, ids=lambda wait: wait.name)
+def test_right_with_the_wait(wait: WeightWait, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert SCENARIOS[wait](lab, monkeypatch), wait.value
+
+
 @pytest.mark.slow
 @pytest.mark.alone  # the device must be slower than this process, whatever others do on the machine
 @pytest.mark.parametrize("wait", SCENARIOS, ids=lambda wait: wait.name)
-def test_each_wait_is_needed(wait: WeightWait, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert SCENARIOS[wait](lab, monkeypatch), "wrong with all waits"
+def test_wrong_without_the_wait(wait: WeightWait, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     lab.drop(wait)
-    assert not SCENARIOS[wait](lab, monkeypatch), wait.value
+    assert not SCENARIOS[wait](lab, monkeypatch)
 
 
 def test_nothing_blocks_the_host_before_the_end_of_backward(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,6 +356,19 @@ def test_the_end_of_an_evaluation_waits_for_loads(lab: Lab) -> None:
         forward(layers, x)
         assert handle.stats().loads == 3
         assert load_is_over(lab), "a load still reads the weights"
+
+
+def test_layers_that_are_dropped_wait_for_their_loads(lab: Lab) -> None:
+    """The slots' memory may become something else of compute's."""
+    layers, x = build(Linear, 2, lab.device)
+    handle = stream_weights(layers, lab.device)
+    lab.slow(h2d_s=10 * LATE_S)
+    with torch.no_grad():
+        layers[0](x)
+    assert handle.stats().loads == 2
+    del layers, handle
+    gc.collect()
+    assert load_is_over(lab), "a load still writes into the slots"
 
 
 def test_a_layer_loaded_ahead_sees_what_the_program_changes_after_backward(lab: Lab) -> None:
