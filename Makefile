@@ -14,22 +14,25 @@ TORCH ?= torch==2.13.0
 # The oldest and the newest torch that the library supports, which `make test-versions` installs below build/.
 VERSIONS ?= 2.11.0 2.15.0
 
+# Bytecode is made once, of what is imported, also where the environment asks for none: pip would make it of ten times
+# as many files, for half a minute.
+export PYTHONDONTWRITEBYTECODE :=
+
 VENV := .venv
 # Tools run as modules: one that comes with an outer torch installation has no script in .venv/bin.
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip --disable-pip-version-check --no-input install --quiet
+PIP := $(PY) -m pip --disable-pip-version-check --no-input install --quiet --no-compile
 
 # Tests of one file share what they prepare, and stay in one process. One thread each, as there is a process for each core.
-# They start dozens of processes, which need not compile the library anew, even where the environment asks for that,
-# and which need no processes of their own to compile kernels in.
+# They start dozens of processes, which need no processes of their own to compile kernels in.
 # Tests on a GPU measure its memory and its time: they run one after the other.
-SIDE_BY_SIDE := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= TORCHINDUCTOR_COMPILE_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+SIDE_BY_SIDE := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 # Which tests `make test` leaves out; `make test-all` leaves out none.
 NIGHTLY := and not nightly
 
 .DEFAULT_GOAL := help
-.PHONY: help tutorial test test-all test-versions check lint types pytest docs format clean
+.PHONY: help tutorial test test-all test-versions check lint types pytest browser docs format clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -38,8 +41,8 @@ tutorial: $(VENV)/tutorial.stamp
 	$(PY) tools/tutorial.py notebooks/01_basic.ipynb
 
 # That the site builds is one of the tests.
-test: $(VENV)/develop.stamp
-	tools/get_browser.sh
+test:
+	$(MAKE) --jobs $(VENV)/develop.stamp browser
 	$(MAKE) --jobs --output-sync=target lint types pytest
 
 test-all:
@@ -67,6 +70,9 @@ pytest: $(VENV)/develop.stamp
 	$(SIDE_BY_SIDE) -m "not gpu and not multigpu $(NIGHTLY)"
 	if $(PY) -c "import torch; raise SystemExit(not torch.cuda.is_available())"; \
 	then $(PY) -m pytest -m "(gpu or multigpu) $(NIGHTLY)"; else echo "No GPU here: its tests are left out."; fi
+
+browser:
+	tools/get_browser.sh
 
 docs: $(VENV)/develop.stamp
 	$(PY) -m sphinx -n -W --keep-going -q . build/html

@@ -32,7 +32,7 @@ fi
 if ! "$venv/bin/python" -c "$usable_torch" 2>/dev/null; then
     echo "installing $torch, as $python has no torch>=2.11; for another build see docs/installation.md"
     # Unquoted: TORCH may hold options of pip besides the requirement.
-    "$venv/bin/python" -m pip --disable-pip-version-check --no-input install --quiet $torch
+    "$venv/bin/python" -m pip --disable-pip-version-check --no-input install --quiet --no-compile $torch
 fi
 # Without NumPy, which comes later, importing torch warns.
 "$venv/bin/python" -W ignore -c 'import torch; print("using torch", torch.__version__, "from", torch.__path__[0])'
