@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-# What is imported for the first time is compiled, and some packages have escapes that Python 3.12 warns of.
-STRICT = ["-W", "error", "-W", "ignore::SyntaxWarning"]
+# What is imported for the first time is compiled, and some packages have escapes that Python warns of.
+STRICT = ["-W", "error", "-W", "ignore::SyntaxWarning", "-W", "ignore:invalid escape sequence:DeprecationWarning"]
 
 
 TORCH = (
