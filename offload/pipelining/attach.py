@@ -225,7 +225,7 @@ class PipelineOffload(Handle):
             raise
         self._chunks[action.chunk] = chunk
         if self._probe is not None:
-            self._probe.count(number, *chunk.saved())
+            self._probe.count(number, chunk.saved())
         return result
 
     def _backward(
@@ -299,7 +299,7 @@ class Probe:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._saved: dict[int, tuple[tuple[int, ...], int]] = {}
+        self._saved: dict[int, tuple[tuple[int, ...], int, tuple[int, ...]]] = {}
         self._weight_bytes: defaultdict[int, int] = defaultdict(int)
         self._marks: defaultdict[tuple[int, str], list[tuple[Event, Event]]] = defaultdict(list)
 
@@ -313,17 +313,17 @@ class Probe:
             more_bytes = allocated_bytes(self._backend.device) - before_bytes
             self._weight_bytes[action.stage] = max(more_bytes, self._weight_bytes[action.stage])
 
-    def count(self, stage: int, tensors: tuple[int, ...], kept_bytes: int) -> None:
+    def count(self, stage: int, saved: tuple[tuple[int, ...], int, tuple[int, ...]]) -> None:
         """Note what one of the stage's chunks has saved; the largest counts."""
-        if stage not in self._saved or sum(tensors) >= sum(self._saved[stage][0]):
-            self._saved[stage] = tensors, kept_bytes
+        if stage not in self._saved or sum(saved[0]) >= sum(self._saved[stage][0]):
+            self._saved[stage] = saved
 
     def profile(self) -> dict[int, StageProfile]:
         """The profile of each stage. Of several chunks the fastest counts, as the first ones also load kernels."""
         found = {}
-        for stage, (tensors, kept_bytes) in self._saved.items():
+        for stage, (tensors, kept_bytes, layers) in self._saved.items():
             marks = (self._marks[stage, kind] for kind in "FBIW")
             forward_s, whole_s, inputs_s, weight_s = (min(self._backend.seconds(one), default=0.0) for one in marks)
-            beside = self._weight_bytes[stage], kept_bytes
+            beside = self._weight_bytes[stage], kept_bytes, layers
             found[stage] = StageProfile(forward_s, whole_s or inputs_s, weight_s, sum(tensors), tensors, *beside)
         return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import chain
 from operator import call
 from typing import Any, Self
 
@@ -44,9 +45,9 @@ class ChunkParts:
         self._open: ActivationSet | None = None
         self._reached = parts
 
-    def saved(self) -> tuple[tuple[int, ...], int]:
-        """The bytes of each tensor that may be offloaded, in the order of saving, and the bytes that are kept."""
-        return tuple(self._nbytes.values()), 0
+    def saved(self) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
+        """As :class:`StageProfile` has them: ``tensors``, ``kept_bytes`` and ``layers``."""
+        return tuple(self._nbytes.values()), 0, ()
 
     def pack(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """The pack hook; what it returns, the unpack hook calls."""
@@ -117,10 +118,11 @@ class LayeredChunk(ChunkParts):
             opened.leave(failed=failed)
             opened.close()
 
-    def saved(self) -> tuple[tuple[int, ...], int]:
-        held = [entry for layer in self.policies for entry in layer.held()]
-        tensors = tuple(nbytes for nbytes, policy in held if policy is OFFLOAD)
-        return tensors, sum(nbytes for nbytes, policy in held if policy is not OFFLOAD)
+    def saved(self) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
+        held = [[*layer.held()] for layer in self.policies]
+        moved = [[nbytes for nbytes, policy in layer if policy is OFFLOAD] for layer in held]
+        kept_bytes = sum(nbytes for layer in held for nbytes, policy in layer if policy is not OFFLOAD)
+        return tuple(chain.from_iterable(moved)), kept_bytes, tuple(map(len, moved))
 
     def __enter__(self) -> Self:
         self._layers.running = self

@@ -28,6 +28,7 @@ class StageProfile:
         tensors: The bytes of each tensor of the set in the order of saving; any size if left out.
         weight_bytes: Bytes beside the set that the half for the inputs leaves for the half for the weights.
         kept_bytes: Bytes beside the set that are kept until backward.
+        layers: How many of the tensors each layer saves, if each layer is a part; else parts are equal shares.
     """
 
     forward_s: float = 1.0
@@ -37,9 +38,10 @@ class StageProfile:
     tensors: tuple[int, ...] = ()
     weight_bytes: int = 0
     kept_bytes: int = 0
+    layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tensors", tuple(self.tensors))
+        vars(self).update(tensors=tuple(self.tensors), layers=tuple(self.layers))
         for name, value in vars(self).items():
             for one in value if isinstance(value, tuple) else (value,):
                 check_number(name, one)
@@ -47,10 +49,13 @@ class StageProfile:
             raise ValueError(f"tensors must add up to saved_bytes = {self.saved_bytes}, got {sum(self.tensors)}")
 
     def cut(self, parts: int) -> list[LayerProfile]:
-        """Cut the set into so many parts of about equal size: a part ends with the tensor that fills it."""
+        """Cut the set into parts: layers, or about equal sizes, where a part ends with the tensor that fills it."""
         found: list[list[int]] = [[] for _ in range(parts)]
-        for nbytes, so_far in zip(self.tensors, accumulate(self.tensors, initial=0), strict=False):
-            found[min(so_far * parts // (self.saved_bytes or 1), parts - 1)].append(nbytes)
+        so_far = accumulate(self.tensors, initial=0)
+        filled = [min(nbytes * parts // (self.saved_bytes or 1), parts - 1) for nbytes in so_far]
+        own = [part for part, count in enumerate(self.layers) for _ in range(count)]
+        for nbytes, part in zip(self.tensors, own or filled, strict=False):
+            found[part].append(nbytes)
         sizes = [sum(part) for part in found] if self.tensors else _shares(self.saved_bytes, parts)
         seconds = self.forward_s / parts, self.backward_s / parts
         return [LayerProfile(*seconds, nbytes, tuple(part)) for nbytes, part in zip(sizes, found, strict=True)]

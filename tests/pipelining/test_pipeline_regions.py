@@ -80,11 +80,22 @@ def test_a_profile_counts_offloaded_and_kept_regions():
     assert 0 < saved["both"].saved_bytes + saved["both"].kept_bytes < saved["offload"].saved_bytes
 
 
+def test_what_is_planned_of_layers_that_save_unequal_amounts_is_offloaded():
+    torch.manual_seed(0)
+    stage = PipelineStage(nn.Sequential(Block(), Block()), 0, 1, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, 4, loss_fn=loss_of)
+    with attach(schedule, policies={"*": "recompute"}) as handle:  # the first layer's input is the stage's, and kept
+        for _ in range(3):
+            step(schedule, stage)
+    assert handle.plan.offloaded_bytes == handle.plan.saved_bytes > 0
+    assert handle.stats().offloaded_bytes == 2 * handle.plan.offloaded_bytes
+
+
 def test_what_is_recomputed_needs_no_memory():
     peaks = []
     for policies in ({"*": "keep"}, {"*": "recompute"}):
         schedule, stage = pipeline(layers=6)
-        with attach(schedule, policies=policies, fraction=0.0):
+        with attach(schedule, policies=policies, memory_budget="1TiB"):
             step(schedule, stage)
             with offload.memory_meter("cpu") as meter:
                 step(schedule, stage)
