@@ -40,7 +40,7 @@ AIM = 0.43
 FREE_SLOWDOWN = 0.03
 """A step that much longer still counts as free."""
 
-BOUND_FRACTION = {"1F1B": 0.75, "ZBV": 0.5, "DualPipeV": 0.5}
+BOUND_SHARE = {"1F1B": 0.75, "ZBV": 0.5, "DualPipeV": 0.5}
 """Share of the first rank's bytes that has the time for both copies, but not on this link if the model is narrow: in a
 V-schedule, the chunks of the first rank's second stage are needed at once."""
 
@@ -67,7 +67,7 @@ def run_case(
     clock.lap("reference and plan")
     ways = [half]
     if args.every_way or from_first_rank(half.plan.slowdown > FREE_SLOWDOWN):
-        more = case.plan(free.plan, fraction=BOUND_FRACTION[name]) if dist.get_rank() == 0 else free.plan
+        more = case.plan_share(free.plan, BOUND_SHARE[name]) if dist.get_rank() == 0 else free.plan
         ways += [free, Way(BOUND, more)]
     for way in ways:
         if way is not free:

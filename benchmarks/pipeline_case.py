@@ -70,6 +70,12 @@ class Case:
         """A plan for the same step with other options."""
         return plan_pipeline(free.actions, self.profile, self._link, parts=free.parts, **options)
 
+    def plan_share(self, free: PipelinePlan, share: float) -> PipelinePlan:
+        """The plan for a budget that offloads nearly this share of the saved bytes."""
+        budgets = (free.peak_bytes_without * part // 64 for part in range(64))
+        plans = (self.plan(free, memory_budget=budget) for budget in budgets)
+        return min(plans, key=lambda plan: abs(plan.offloaded_bytes - share * free.saved_bytes))
+
     def check(self, way: Way) -> None:
         """Compare the gradients of one step with those that are kept; without offloading, they are kept instead."""
         if way.plan is not None:
@@ -114,7 +120,7 @@ class Case:
             self._pipeline.schedule,
             profile=self.profile,
             link=self._link,
-            fraction=0.0,
+            parts=1,
             min_bytes=self._min_bytes,
             device=self._device,
         ) as handle:

@@ -3,7 +3,7 @@
 Every schedule of PyTorch runs a chunk, one microbatch on one stage, by calling three methods of the stage;
 :func:`attach` puts wrappers on the stage's instance that turn these calls into points of a plan. (The extra forward
 that infers shapes calls the stage's module directly.) The first step is measured, without offloading: its order, the
-seconds of each stage and the bytes that it saves. With a ``profile``, or with a ``fraction``, offloading starts then.
+seconds of each stage and the bytes that it saves. With a ``profile``, offloading starts then.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ def attach(
     schedule: PipelineScheduleSingle | PipelineScheduleMulti,
     *,
     memory_budget: int | str | None = None,
-    fraction: float | None = None,
     parts: int | None = None,
     profile: Mapping[int, StageProfile] | None = None,
     link: Link | None = None,
@@ -68,12 +67,11 @@ def attach(
                 schedule.step(batch)
         print(handle.plan)
 
-    Without a budget or fraction, everything is offloaded that the link can copy while compute goes on.
+    Without a budget, everything is offloaded that the link can copy while compute goes on.
 
     Args:
         schedule: A schedule of ``torch.distributed.pipelining``.
         memory_budget: Bytes of activation sets on this rank's device at once, or a text such as ``"20GiB"``.
-        fraction: Fraction of the saved bytes to offload, 0 to 1, longest-lived first.
         parts: Into how many parts each chunk's activation set is cut; 16, or fewer where there are many chunks.
         profile: Stage → what a chunk of it costs, such as an earlier handle's ``profile``, to offload from the first
             step on; measured in the first step if left out.
@@ -94,7 +92,7 @@ def attach(
     for stage in stages:
         if isinstance(vars(stage).get("forward_one_chunk"), _Wrapper):
             raise ValueError(f"stage {stage.stage_index} is attached already; call remove() on the first handle")
-    check_options(memory_budget, fraction, parts, profile, link)
+    check_options(memory_budget, parts, profile, link)
     if policies is not None and parts is not None:
         raise ValueError(f"parts must be left out with policies, as each layer is a part then, got {parts}")
     patterns = None if policies is None else parse_policies(policies)
@@ -102,16 +100,13 @@ def attach(
     backend = get_backend(stages[0].device if device is None else device)
     link = link or measure_link(backend.device)
     stage_layers = None if patterns is None else StageLayers(stages, patterns)
-    options: dict[str, Any] = {"memory_budget": memory_budget, "fraction": fraction, "link": link}
-    options["parts"] = stage_layers.parts if stage_layers else parts
+    parts = stage_layers.parts if stage_layers else parts
+    options: dict[str, Any] = {"memory_budget": memory_budget, "link": link, "parts": parts}
     handle = PipelineOffload(stages, backend, stage_layers, profile, min_bytes, options)
     try:
         order = known_order(schedule, stages)
         if order is not None and profile is not None:
             handle.make_plan(order)
-        elif order is not None and fraction is not None:  # by the order alone, until the first step is measured
-            parts = stage_layers.parts if stage_layers else 1
-            handle.plan = plan_pipeline(order, fraction=fraction, parts=parts)
     except BaseException:
         handle.remove()
         raise
@@ -138,7 +133,7 @@ class PipelineOffload(Handle):
     ) -> None:
         exclude_parameters(stage.submod for stage in stages)
         self.plan: PipelinePlan | None = None
-        """What is offloaded when; ``None`` until the second step, if neither a profile nor a fraction was given."""
+        """What is offloaded when; ``None`` until the second step, if no profile was given."""
         self.profile = profile
         """Stage → what a chunk of it costs; ``None`` until the second step, if it was not given."""
         self._backend = backend
@@ -171,7 +166,8 @@ class PipelineOffload(Handle):
         """Plan for this order of actions, and follow the plan. The profile must be known."""
         chunks = sum(action.kind == "F" for action in order)
         parts = self._options["parts"] or max(1, min(PARTS, ALL_PARTS // chunks))
-        self.plan = plan_pipeline(order, self.profile, **{**self._options, "parts": parts})
+        options: Any = {**self._options, "profile": self.profile, "parts": parts}
+        self.plan = plan_pipeline(order, **options)
         return self.plan
 
     def remove(self) -> None:
@@ -260,7 +256,6 @@ class PipelineOffload(Handle):
             ran = read_actions(self._ran)
         if ran and self._probe is not None:
             self.profile, self._probe = self._probe.profile(), None
-            self.plan = None  # a plan made by the order alone
         if ran and self.profile is not None and (self.plan is None or ran != self.plan.actions):
             plan = self.make_plan(ran)
             _logger.info("for the order %s:\n%s", ran, plan)

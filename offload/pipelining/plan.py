@@ -14,7 +14,6 @@ Note:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -35,8 +34,6 @@ WAITS = tuple(0.05 * 1.4**n for n in range(18))  # how long compute may wait for
 LONGER_WAITS = 4  # as many that are long enough are tried: with longer ones, fewer bytes may be offloaded
 
 INSTANT_LINK = Link(1e30, 1e30, 2e30)  # the last resort: released and reloaded at once, at whatever cost
-
-_ROUNDING = 1e-9  # how far a fraction of the bytes may be rounded up, relative to the bytes
 
 
 @dataclass(frozen=True, repr=False)
@@ -135,67 +132,47 @@ class PipelinePlan:
 
 def plan_pipeline(
     actions: Iterable[Any],
-    profile: Mapping[int, StageProfile] | None = None,
-    link: Link | None = None,
+    profile: Mapping[int, StageProfile],
+    link: Link,
     *,
     memory_budget: int | str | None = None,
-    fraction: float | None = None,
     parts: int = 1,
 ) -> PipelinePlan:
     """Choose what a pipeline rank offloads, and when.
 
-    Without a budget or fraction, everything is offloaded that the link can copy while compute goes on. With one, the
-    longest-lived parts are offloaded until it is met, and compute waits where it cannot be met otherwise.
+    Without a budget, everything is offloaded that the link can copy while compute goes on. With one, the longest-lived
+    parts are offloaded until it is met, and compute waits where it cannot be met otherwise.
 
     Args:
         actions: What the rank runs in one step, in order: texts such as ``"2F0"`` and ``"(0F4;3B1)OVERLAP_F_B"``, or
             the actions in a PyTorch schedule's ``pipeline_order[rank]``.
-        profile: Stage → what a chunk of it costs; all alike if left out.
-        link: How fast copies are; needed with a profile.
-        memory_budget: Bytes of activation sets that may be on the device at once, or a text such as ``"20GiB"``; needs
-            a profile. If no schedule meets it, the one that needs least is returned, with a warning.
-        fraction: Fraction of the saved bytes to offload, 0 to 1. Parts whose life is too short for both copies are not
-            offloaded all the same.
+        profile: Stage → what a chunk of it costs.
+        link: How fast copies are.
+        memory_budget: Bytes of activation sets that may be on the device at once, or a text such as ``"20GiB"``. If no
+            schedule meets it, the one that needs least is returned, with a warning.
         parts: Into how many parts each chunk's set is cut.
     """
     order = read_actions(actions)
-    check_options(memory_budget, fraction, parts, profile, link)
-    if profile is None:
-        if memory_budget is not None:
-            raise ValueError("memory_budget needs a profile, which says how large the activation sets are; give both")
-        # Each copy of a chunk takes as long as a forward.
-        profile = {action.stage: StageProfile(saved_bytes=parts) for action in order}
-        link = link or Link(parts, parts, 2 * parts)
-    if link is None:
-        raise ValueError("a profile needs a link to compare with; give link=measure_link()")
+    check_options(memory_budget, parts, profile, link)
     missing = sorted({action.stage for action in order} - set(profile))
     if missing:
         raise ValueError(f"profile must have an entry for each stage, got none for stage {missing[0]}")
     budget_bytes = None if memory_budget is None else parse_bytes(memory_budget)
     step = RankStep(order, profile, parts)
-    wanted_bytes = math.inf if fraction is None else fraction * sum(step.nbytes) * (1 - _ROUNDING)
-
-    def missing_bytes(absent: Absent) -> float:
-        """Bytes between ``absent`` and the request; without a budget or fraction, nothing is ever enough."""
-        if budget_bytes is not None:
-            return step.peak_bytes(absent) - budget_bytes
-        return wanted_bytes - sum(step.nbytes[layer] for layer in absent)
-
-    may_miss_bytes = 0.0
+    limit_bytes = -1 if budget_bytes is None else budget_bytes  # without a budget, nothing is ever enough
 
     def is_enough(absent: Absent) -> bool:
-        return missing_bytes(absent) <= may_miss_bytes
+        return step.peak_bytes(absent) <= limit_bytes
 
     found = [step.choose(link, is_enough)]
-    if not is_enough(found[0]) and (budget_bytes, fraction) != (None, None):
-        may_miss_bytes = max(0.0, missing_bytes(step.choose(INSTANT_LINK, is_enough)))
+    if budget_bytes is not None and not is_enough(found[0]):
+        limit_bytes = max(limit_bytes, step.peak_bytes(step.choose(INSTANT_LINK, is_enough)))
         slower = (RankStep(order, _slower(order, profile, wait * step.start_s[-1]), parts) for wait in WAITS)
         waiting = (slow.choose(link, is_enough) for slow in slower)
         found = [*islice(filter(is_enough, waiting), LONGER_WAITS), step.choose(INSTANT_LINK, is_enough)]
     plans = []
     for absent in found:
-        limit_bytes = max((budget_bytes or 0) + may_miss_bytes, step.peak_bytes(absent))
-        relaxed = step.relax(absent, limit_bytes)
+        relaxed = step.relax(absent, max(limit_bytes, step.peak_bytes(absent)))
         moves = tuple(Move(layer, step.order[at], step.order[until]) for layer, (at, until) in relaxed.items())
         schedule = Schedule(len(step.nbytes), moves, tuple(step.order))
         plans.append(PipelinePlan(order, parts, profile, link, schedule))
@@ -221,14 +198,10 @@ def _slower(actions: tuple[Action, ...], profile: Mapping[int, StageProfile], wa
     }
 
 
-def check_options(memory_budget: Any, fraction: Any, parts: Any, profile: Any, link: object) -> None:
+def check_options(memory_budget: Any, parts: Any, profile: Any, link: object) -> None:
     """Refuse what :func:`plan_pipeline` would refuse, whatever the actions."""
     if memory_budget is not None:
         parse_bytes(memory_budget, "memory_budget")
-    if memory_budget is not None and fraction is not None:
-        raise ValueError("memory_budget and fraction exclude each other; give one.")
-    if fraction is not None and not (isinstance(fraction, int | float) and 0 <= fraction <= 1):
-        raise ValueError(f"fraction must be from 0 to 1, got {fraction!r}")
     if parts is not None and not is_int(parts, 1):
         raise ValueError(f"parts must be an int of at least 1, got {parts!r}")
     if profile is not None:

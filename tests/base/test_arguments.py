@@ -97,11 +97,10 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: LayerProfile(1, None, 3), TypeError, "backward_s must be a finite number, at least 0, got None"),
     (lambda: LayerProfile(1, 2, 3, 3), TypeError, "tensors must hold the bytes of each tensor, .* got 3"),
     (lambda: StageProfile(forward_s="1"), TypeError, "forward_s must be a finite number, at least 0, got '1'"),
-    (lambda: pipelined(3), TypeError, "actions must be the actions of a rank in order"),
+    (lambda: pipelined(3, STAGES, LINK), TypeError, "actions must be the actions of a rank in order"),
     (lambda: pipelined(ORDER, PROFILE, LINK), TypeError, "profile must be a dictionary of stages"),
     (lambda: pipelined(ORDER, {0: PROFILE}, LINK), TypeError, "each entry of profile must be a StageP"),
     (lambda: pipelined(ORDER, STAGES, 55e9), TypeError, LINK_WANTED),
-    (lambda: pipelined(ORDER, fraction="all"), ValueError, "fraction must be from 0 to 1, got 'all'"),
 ]
 
 

@@ -44,18 +44,17 @@ SCHEDULES = SINGLE + LOOPED + V_SHAPED
 
 OPTIONS = {
     "measured": {"link": FAST_LINK},
-    "all from the first step": {"link": FAST_LINK, "fraction": 1.0},
-    "half in one part": {"link": FAST_LINK, "fraction": 0.5, "parts": 1},
+    "in four parts, from the first step": {"link": FAST_LINK, "parts": 4},
 }
 POLICIES = {"*up*": "offload", "*norm*": "keep", "*": "recompute"}
 WITH_POLICIES = {
     "regions, measured": {"link": FAST_LINK, "policies": POLICIES},
-    "regions, from the first step": {"link": FAST_LINK, "policies": POLICIES, "fraction": 1.0},
-    "all recomputed": {"link": FAST_LINK, "policies": {"*": "recompute"}, "fraction": 0.5},
+    "regions, from the first step": {"link": FAST_LINK, "policies": POLICIES},
+    "all recomputed": {"link": FAST_LINK, "policies": {"*": "recompute"}},
 }
 """With policies of the regions of the stages' layers."""
 OPTIONS |= WITH_POLICIES
-FEW = ["all from the first step"]
+FEW = ["measured"]
 SOME = ("Schedule1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble")
 """For more than two ranks, of which some are neither first nor last: one schedule of each shape."""
 
@@ -159,6 +158,7 @@ def compare(rank, world, name, device, expected, **options):
         "regions": [handle.regions(stage.stage_index, layer) for stage in stages for layer in range(2)],
         "restored": before == after and not any(method in vars(stage) for stage in stages for method in own),
         "repr": repr(handle),
+        "profile": handle.profile,
     }
 
 
@@ -172,8 +172,11 @@ def find(rank, world, device):
     labels = list(OPTIONS) if world == 2 else FEW
     for name in SCHEDULES if world == 2 else SOME:
         expected = train(*build(rank, world, name, device), device)
-        for label, options in ((label, OPTIONS[label]) for label in labels):
-            found[name, label] = compare(rank, world, name, device, expected, **options)
+        profile = None
+        for label in labels:
+            known = {"profile": profile} if "from the first step" in label else {}
+            found[name, label] = compare(rank, world, name, device, expected, **OPTIONS[label], **known)
+            profile = found[name, label]["profile"]
     return found
 
 

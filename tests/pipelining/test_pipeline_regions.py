@@ -160,7 +160,7 @@ def test_a_failing_layer_gives_up_the_step():
         return forward(x)
 
     second.forward = failing
-    with attach(schedule, policies=RECOMPUTE_MOST, fraction=1.0) as handle:
+    with attach(schedule, policies=RECOMPUTE_MOST) as handle:
         assert same(step(schedule, stage), expected)
         broken[:] = [True]
         with pytest.raises(RuntimeError, match="failed to run forward"):

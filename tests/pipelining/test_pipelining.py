@@ -26,6 +26,8 @@ from offload.pipelining.rank_step import StageProfile
 from offload.planning.profile import Link
 
 WORKER = Path(pipeline_worker.__file__)
+GUESS = {0: StageProfile()}
+"""With it and a fast link, all is offloaded from the first step on."""
 
 
 def texts(actions):
@@ -70,10 +72,10 @@ def stage_that_needs(share, stages=2):
 
 
 def test_the_longest_lived_come_first():
-    plan = plan_pipeline(gpipe_order(0, 8), fraction=0.25)
+    plan = plan_pipeline(gpipe_order(0, 8), {0: StageProfile()}, Link(1.0, 1.0, 2.0), memory_budget=7)
     # Microbatch 7 waits for seven backwards of two forwards each, microbatch 0 for seven forwards.
-    assert plan.schedule.offloaded_layers == (6, 7)
-    assert plan.offloaded_bytes == 2
+    assert plan.schedule.offloaded_layers == (5, 6, 7)
+    assert plan.peak_bytes == 7
 
 
 @pytest.mark.parametrize("stages", [2, 4])
@@ -149,8 +151,7 @@ def test_a_budget_is_met_wherever_it_can_be_and_with_no_longer_waits_than_at_onc
     forward_s, backward_s, weight_s = times
     profile = {stage: StageProfile(forward_s, backward_s, weight_s, nbytes) for stage in (0, 3)}
     link = Link(50e3, 50e3, duplex * 50e3)
-    without = plan_pipeline(order, profile, link, parts=4, fraction=0.0)
-    budget_bytes = round(budget * without.peak_bytes)
+    budget_bytes = round(budget * plan_pipeline(order, profile, link, parts=4).peak_bytes_without)
     plan = plan_pipeline(order, profile, link, parts=4, memory_budget=budget_bytes)
     at_once = plan_pipeline(order, profile, INSTANT_LINK, parts=4, memory_budget=budget_bytes)
     assert plan.peak_bytes <= max(budget_bytes, at_once.peak_bytes) + 1
@@ -185,17 +186,13 @@ def test_the_seconds_of_weights_count_as_time_to_copy():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"fraction": 1.5}, "fraction must be from 0 to 1, got 1.5"),
         ({"parts": 0}, "parts must be an int of at least 1, got 0"),
-        ({"memory_budget": "1GiB"}, "memory_budget needs a profile"),
-        ({"memory_budget": "1GiB", "fraction": 0.5}, "memory_budget and fraction exclude each other"),
-        ({"profile": {0: StageProfile()}}, "a profile needs a link"),
-        ({"profile": {1: StageProfile()}, "link": FAST_LINK}, "got none for stage 0"),
+        ({"profile": {1: StageProfile()}}, "got none for stage 0"),
     ],
 )
 def test_options_that_are_refused(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        plan_pipeline(gpipe_order(0, 2), **options)
+        plan_pipeline(gpipe_order(0, 2), **{"profile": {0: StageProfile()}, "link": FAST_LINK} | options)
 
 
 @pytest.fixture
@@ -222,7 +219,7 @@ def test_a_first_stage_runs_the_half_for_the_inputs_only_with_a_dw_builder(build
     expected = step(schedule, stage)
     halves = ("I", "W") if builds else ("B",)
     ordered = [f"0{kind}{microbatch}" for microbatch in range(4) for kind in ("F", *halves)]
-    with attach(schedule, fraction=1.0, parts=1) as handle:
+    with attach(schedule, profile=GUESS, parts=1) as handle:
         assert texts(handle.plan.actions) == ordered, "the order is known before the first step"
         for _ in range(2):
             assert same(step(schedule, stage), expected)
@@ -260,7 +257,7 @@ def test_the_first_step_is_measured():
 def test_inputs_and_outputs_that_the_stage_holds_are_not_offloaded():
     for min_bytes in ("1KiB", 1024):
         schedule, stage = pipeline()
-        with attach(schedule, fraction=1.0, parts=1, min_bytes=min_bytes) as handle:
+        with attach(schedule, profile=GUESS, parts=1, min_bytes=min_bytes) as handle:
             step(schedule, stage)
         assert handle.stats().offloaded_bytes > 0
         assert handle.stats().skipped["pipeline"] == 4
@@ -271,7 +268,7 @@ def test_inputs_and_outputs_that_the_stage_holds_are_not_offloaded():
 def test_parameters_are_not_offloaded_however_they_are_saved():
     stage = PipelineStage(nn.Sequential(*(Product(pipeline_worker.WIDTH) for _ in range(2))), 0, 1, torch.device("cpu"))
     schedule = ScheduleGPipe(stage, 4, loss_fn=pipeline_worker.loss_of)
-    with attach(schedule, fraction=1.0, parts=1) as handle:
+    with attach(schedule, profile=GUESS, parts=1) as handle:
         step(schedule, stage)
     assert handle.stats().skipped["parameter"] == 4 * 2
     assert handle.stats().wasted_bytes == 0
@@ -298,7 +295,7 @@ def test_attached_again_with_the_profile():
 @pytest.mark.usefixtures("_group")
 def test_states_are_those_of_the_schedule():
     schedule, stage = pipeline()
-    handle = attach(schedule, fraction=1.0, parts=1)
+    handle = attach(schedule, profile=GUESS, parts=1)
     seen = {}
 
     def note(point):
@@ -320,7 +317,7 @@ def test_states_are_those_of_the_schedule():
 def test_a_failing_forward_gives_up_the_step():
     schedule, stage = pipeline()
     expected = step(schedule, stage)
-    handle = attach(schedule, fraction=1.0)
+    handle = attach(schedule, profile=GUESS, parts=1)
     forward, calls = stage.submod.forward, iter([False, False, True])
 
     def failing(x):
@@ -360,7 +357,7 @@ def test_wrappers_of_others_stay():
     with attach(schedule):
         assert stage.forward_one_chunk is not before
     assert stage.forward_one_chunk is before
-    handle = attach(schedule, fraction=1.0)
+    handle = attach(schedule, profile=GUESS, parts=1)
     stage.forward_one_chunk = after = functools.partial(stage.forward_one_chunk)
     handle.remove()
     assert stage.forward_one_chunk is after
@@ -372,7 +369,7 @@ def test_wrappers_of_others_stay():
 def test_removed_between_forward_and_backward():
     schedule, stage = pipeline()
     expected = step(schedule, stage)
-    handle = attach(schedule, fraction=1.0, parts=1)
+    handle = attach(schedule, profile=GUESS, parts=1)
     loss_fn, losses = schedule._loss_fn, []
 
     def remove_at_the_end(output, target):
@@ -401,7 +398,7 @@ def test_the_races_that_the_tests_look_for_would_show(monkeypatch, dropped):
     for delay_s in (0.01, 0.1, 1.0):  # until it is longer than a busy machine takes for what should have waited
         for stream in backend.copy_streams:
             stream.delay_s = delay_s
-        with attach(schedule, fraction=1.0):
+        with attach(schedule, profile=GUESS, parts=1):
             raced = raced or not same(step(schedule, stage), expected)
             for stream in backend.copy_streams:
                 stream.synchronize()
@@ -415,8 +412,6 @@ def test_refuses():
     schedule, _ = pipeline()
     with pytest.raises(TypeError, match=r"schedule must be one of torch\.distributed\.pipelining, got Schedule"):
         attach(Schedule(1))
-    with pytest.raises(ValueError, match="fraction must be from 0 to 1, got 2"):
-        attach(schedule, fraction=2)
     for name, value in (("memory_budget", "lots"), ("min_bytes", "1 apple")):
         with pytest.raises(ValueError, match=f"{name} must be a number and a unit"):
             attach(schedule, **{name: value})
