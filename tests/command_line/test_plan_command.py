@@ -3,8 +3,8 @@
 import doctest
 import json
 import re
+import runpy
 import shlex
-import subprocess
 import sys
 import tomllib
 import warnings
@@ -20,7 +20,7 @@ from offload.command_line.main import main
 from offload.command_line.plan import call_for, recipes_for
 
 GIB = 1 << 30
-SIZES = ["num_hidden_layers=8", "hidden_size=1024", "intermediate_size=4096", "num_attention_heads=8"]
+SIZES = ["num_hidden_layers=5", "hidden_size=1024", "intermediate_size=4096", "num_attention_heads=8"]
 SIZES += ["num_key_value_heads=2", "vocab_size=32000"]
 LLAMA = ["llama", *(f"--set={size}" for size in SIZES)]
 
@@ -82,7 +82,8 @@ def test_goes_from_call_to_call_as_memory_shrinks(model):
 
 @pytest.mark.slow
 def test_a_slower_machine_takes_longer(capsys, model):
-    words = [*LLAMA, f"--memory={int((model.parameters * 8 + model.profile.saved_bytes) / 0.92)}B"]
+    needed = model.parameters * 8 + model.profile.loss_bytes + 0.2 * model.profile.saved_bytes
+    words = [*LLAMA, f"--memory={int(needed / 0.92)}B"]
     here = asked(capsys, *words)["recipes"]
     slow = asked(capsys, *words, "--link=5GB")["recipes"]
     assert all(one["step_s"] > other["step_s"] for one, other in zip(slow, here, strict=True))
@@ -163,15 +164,14 @@ def test_plans_for_the_gpu_that_is_here(capsys):
     assert found["usable_bytes"] == int(0.92 * torch.cuda.get_device_properties().total_memory)
 
 
-@pytest.mark.slow
-def test_has_a_script_and_a_version(capsys):
+def test_has_a_script_and_a_version(capsys, monkeypatch):
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))["project"]
     assert project["scripts"] == {"offload": "offload.command_line.main:main"}
+    monkeypatch.setattr(sys, "argv", ["offload", "--version"])
     with pytest.raises(SystemExit) as exit_:
-        main(["--version"])
+        runpy.run_module("offload", run_name="__main__")
     assert exit_.value.code == 0
-    module = subprocess.run([sys.executable, "-m", "offload", "--version"], capture_output=True, check=True, text=True)
-    assert capsys.readouterr().out == module.stdout == f"offload {project['version']}\n"
+    assert capsys.readouterr().out == f"offload {project['version']}\n"
 
 
 @pytest.mark.parametrize(
