@@ -141,6 +141,18 @@ FIRST_HITS = {
     "benchmark": "docs/benchmarks.html",
     "install": "docs/installation.html",
     "tutorial": "notebooks/01_basic.html",
+    "cpu offload": "docs/quickstart.html",
+    "multi gpu": "docs/howto/trainers.html",
+    "A100": "docs/explanation/hardware.html",
+    "ROCm": "docs/installation.html",
+    "Llama-3-8B": "docs/howto/worked.html",
+    "FSDP2 out of memory": "docs/howto/worked.html",
+    "full fine-tune": "docs/howto/recipe.html",
+    "gradient checkpointing": "docs/howto/migrate.html",
+    "gradient accumulation": "docs/howto/recipe.html",
+    "region": "docs/howto/budget.html",
+    "prefetch": "docs/reference/glossary.html",
+    "how many layers": "docs/explanation/hardware.html",
 }
 """What readers type → the page that answers it, which must be the first hit."""
 
