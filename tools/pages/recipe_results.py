@@ -63,17 +63,18 @@ def line_of(record: Row | None) -> str:
     resident = resident_of(row, record["rows"])
     assert resident is not None
     return (
-        f"> Measured with AdamW on {LLAMA} and {row['tokens']:,} tokens: **{gib(resident['peak_bytes'], 0)} → "
-        f"{gib(row['peak_bytes'], 0)} GiB** of GPU memory, step **{longer(row, record['rows'])}** against "
-        f"checkpointing with everything on the GPU, with {gib(row['pinned_bytes'], 0)} GiB of host memory. "
-        f"{chosen(row)}{record['hardware']['gpu']}, the loss in chunks.\n"
+        f"```text\n{row['recipe']}\n```\n\n"
+        f"> **{gib(resident['peak_bytes'], 0)} → {gib(row['peak_bytes'], 0)} GiB** of GPU memory, step "
+        f"**{longer(row, record['rows'])}**, against checkpointing with everything on the GPU. AdamW on {LLAMA}, "
+        f"{row['tokens']:,} tokens, the loss in chunks, {gib(row['pinned_bytes'], 0)} GiB of host memory, "
+        f"{record['hardware']['gpu']}. {chosen(row)}\n"
     )
 
 
 def chosen(row: Row) -> str:
     """In a sentence, where the call has put the parts that are not on the device as they are."""
     parts = [said for part, said in IN_WORDS.items() if part in str(row["recipe"]).split(", ")]
-    return f"The call chose to {' and to '.join(parts)}. " if parts else ""
+    return f"The call chose to {' and to '.join(parts)}." if parts else ""
 
 
 def table_of(record: Row | None) -> str:
