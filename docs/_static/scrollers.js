@@ -21,7 +21,7 @@
   }
 
   addEventListener("load", () => {
-    for (const printed of document.querySelectorAll("div.highlight-output pre, div.output_area pre")) {
+    for (const printed of document.querySelectorAll("div.highlight-output pre, div.highlight-text pre, div.output_area pre")) {
       printed.classList.toggle("sentences", !/\S {3,}\S/.test(printed.textContent));
     }
     mark();

@@ -55,17 +55,22 @@ def lengths_table(_page: Path) -> str:
         shown.append(
             {
                 "tokens": f"{row['tokens']:,}",
-                "": LENGTHS[row["way"]],
+                "way": LENGTHS[row["way"]],
                 "step, s": f"{row['step_s']:.1f}",
                 "against checkpointing": "" if there is None else f"{row['step_s'] / there:.2f} ×",
                 "tokens/s": f"{row['tokens_per_s']:,.0f}",
                 "device, GiB": gib(row["peak_bytes"], 1),
                 "on the host, GiB": gib(row["host_bytes"], 1),
-                "stall, s": f"{row['stall_s']:.1f}",
             }
         )
     shown = with_runs(shown, rows, read("long_context"))
-    return f"{_where(rows, by_row=True)}\n\n{markdown_table(shown, left=2, answer=('against checkpointing',))}\n"
+    most = max(row["stall_s"] / row["step_s"] for row in rows)
+    stall = (
+        f"Compute waits for copies for at most {most:.1%} of a step." if most >= 0.0005 else "No copy is waited for."
+    )
+    return (
+        f"{_where(rows, by_row=True)} {stall}\n\n{markdown_table(shown, left=2, answer=('against checkpointing',))}\n"
+    )
 
 
 @table("long_context_equal")

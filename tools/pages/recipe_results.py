@@ -96,6 +96,8 @@ def table_of(record: Row | None) -> str:
         those = [row for row in rows if row["tokens"] == tokens]
         shown = with_runs([cells_of(row, rows) for row in those], those, record, among=rows)
         parts.append(f"{tokens:,} tokens:\n\n{markdown_table(shown, left=1, answer=('longer by', 'peak, GiB'))}")
+    if any("error" in row and "step_s" in row for row in rows):
+        parts.append("The row without a peak is of a run that was cut: its seconds are from its log.")
     parts += [largest_of(row, record) for row in record.get("largest", ()) if "step_s" in row]
     return "\n\n".join(parts) + "\n"
 
@@ -128,7 +130,6 @@ def cells_of(row: Row, rows: list[Row]) -> Row:
         said = "out of memory" if out_of_memory else "failed"
         if "step_s" in row:  # it was cut, and its log has whole steps
             said, empty["longer by"] = f"{row['step_s']:.2f}", longer(row, rows)
-            empty["peak, GiB"] = "not taken: the run was cut"
         return {"budget": budget, "step, s": said} | empty | {"recipe": recipe_of(row)}
     predicted = ""
     if "predicted_s" in row:
