@@ -110,8 +110,7 @@ class StreamedOptimizer(Handle):
         stepper = self._stepper
         if stepper is None:
             return
-        stepper.settle()
-        host = stepper.store.shown
+        host = stepper.store.shown  # a look into it waits for the copies
         stepper.optimizer.state = stepper.store.moved_back() if on_device else defaultdict(dict, dict(host.items()))
         for hook in self._hooks:
             hook.remove()
@@ -156,7 +155,6 @@ class StreamedOptimizer(Handle):
 
     def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
         self._in_use.check_whole()
-        self._in_use.settle()
 
     def _after_state_dict(self, optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> dict[str, Any]:
         """Counters on the device are copied to the host, as all else in the state; sharded state is shown as such."""

@@ -1,13 +1,15 @@
 """Each wait of streamed optimizer state is needed: without it, and with bad timing, a number is wrong."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from lab import Lab
+from models import assert_same
 from torch import nn
-from training import OPTIMIZERS, Training, adamw, stream
+from training import OPTIMIZERS, Training, adamw, resident, stream
 
 from offload import memory_meter, stream_optimizer
 from offload.optimizer.chunks import StepWait
@@ -93,18 +95,18 @@ def late_step(lab: Lab) -> bool:
     return bool((optimizer.state[parameter]["made"] == 7.0).all())
 
 
-def read_at_once(lab: Lab, look: Callable[[Any], Any] = lambda optimizer: optimizer.state_dict()["state"][0]) -> bool:
+def read_at_once(lab: Lab, look: Callable[[Any, Any], Any] = lambda one, _: one.state_dict()["state"][0]) -> bool:
     """The program looks at the state while it is on the way."""
     parameter = nn.Parameter(torch.zeros(100, device=lab.device))
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=1.0)
-    stream(optimizer)
+    handle = stream(optimizer)
     optimizer.step()
     lab.drain()  # else the host's memory may still hold what the last test has left there
     lab.slow(d2h_s=LATE_S)
     for _ in range(2):
         optimizer.step()
-    found = look(optimizer)["momentum_buffer"].clone()
+    found = look(optimizer, handle)["momentum_buffer"].clone()
     lab.slow()
     lab.drain()
     return bool((found == 3.0).all())
@@ -192,14 +194,50 @@ def test_a_small_model_has_small_slots(lab: Lab) -> None:
     assert 0 < stats.slot_bytes <= 3 * stats.host_bytes / 8
 
 
-LOOKS: dict[str, Callable[[Any], Any]] = {
-    "item": lambda optimizer: optimizer.state[optimizer.param_groups[0]["params"][0]],
-    "get": lambda optimizer: optimizer.state.get(optimizer.param_groups[0]["params"][0]),
-    "values": lambda optimizer: next(iter(optimizer.state.values())),
-    "items": lambda optimizer: dict(optimizer.state.items())[optimizer.param_groups[0]["params"][0]],
+def parameter_of(optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    return optimizer.param_groups[0]["params"][0]
+
+
+LOOKS: dict[str, Callable[[Any, Any], Any]] = {
+    "item": lambda optimizer, _: optimizer.state[parameter_of(optimizer)],
+    "get": lambda optimizer, _: optimizer.state.get(parameter_of(optimizer)),
+    "values": lambda optimizer, _: next(iter(optimizer.state.values())),
+    "items": lambda optimizer, _: dict(optimizer.state.items())[parameter_of(optimizer)],
+    "synchronize": lambda optimizer, handle: (dict.get(optimizer.state, parameter_of(optimizer)), handle.synchronize())[
+        0
+    ],
+    "remove": lambda optimizer, handle: (handle.remove(), optimizer.state[parameter_of(optimizer)])[1],
+    "remove, on the host": lambda optimizer, handle: (
+        handle.remove(on_device=False),
+        optimizer.state[parameter_of(optimizer)],
+    )[1],
 }
 
 
 @pytest.mark.parametrize("look", LOOKS)
 def test_a_look_into_the_state_waits_for_its_copies(look: str, lab: Lab) -> None:
     assert read_at_once(lab, LOOKS[look])
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_checkpoint_is_loaded_behind_the_copies_of_the_last_step(
+    interrupted: bool, lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, copy = Training(lab.device), lab.backend.copy
+    run.steps(range(2))
+    saved = run.checkpoint
+
+    def cut_off(stream: Any, *tensors: torch.Tensor) -> None:
+        copy(stream, *tensors)
+        if stream is lab.d2h_stream:
+            raise KeyboardInterrupt
+
+    lab.slow(d2h_s=LATE_S)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) if interrupted else nullcontext():
+        if interrupted:
+            patch.setattr(lab.backend, "copy", cut_off)
+        run.steps([2])
+    run.load(saved)
+    lab.slow()
+    lab.drain()
+    assert_same(resident(lab.device, range(2)), run.values)

@@ -492,15 +492,27 @@ def test_a_backward_that_fails_after_some_steps_is_told(accumulated: bool, lab: 
     assert_same(plain.values, loop.values)
 
 
-def test_a_failed_backward_waits_for_the_copies_of_its_steps(lab: Lab) -> None:
-    """The program loads a checkpoint next, which a late copy would overwrite."""
-    loop = Loop(lab.device, OPTIMIZERS["plain SGD"], chunk_bytes="1MiB")
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_failed_backward_waits_for_the_copies_of_its_steps(
+    interrupted: bool, lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program loads a checkpoint next, which a late copy would overwrite; also of a step that was cut off."""
+    loop, copy_one = Loop(lab.device, OPTIMIZERS["plain SGD"], chunk_bytes="1MiB"), lab.backend.copy
     train(loop, 1)
     saved = loop.checkpoint
     loop.run = lambda y: forward(loop.layers, Stop()(y))
+
+    def cut_off(stream: Any, *tensors: torch.Tensor) -> None:
+        copy_one(stream, *tensors)
+        if stream is lab.d2h_stream:
+            raise KeyboardInterrupt
+
     lab.slow(d2h_s=0.05)
-    with pytest.raises(ValueError, match="stop"):
-        loop.loss(1).backward()
+    with monkeypatch.context() as patch:
+        if interrupted:
+            patch.setattr(lab.backend, "copy", cut_off)
+        with pytest.raises(KeyboardInterrupt if interrupted else ValueError):
+            loop.loss(1).backward()
     loop.streamed.synchronize()  # on a GPU autograd's thread, which ends what has failed, may still be at it
     loop.load(saved)
     lab.slow()
