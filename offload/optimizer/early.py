@@ -128,7 +128,7 @@ class BackwardSteps:
     def _gradient_is_there(self, parameter: torch.Tensor) -> None:
         """Autograd's hook."""
         store = self.stepper.store
-        if not self.enabled:
+        if not self.enabled or parameter.grad is None:  # autograd calls also where a function has returned no gradient
             return
         if (run := this_backward()) not in self._runs:
             # First: an interrupt leaves no run that nothing ends.

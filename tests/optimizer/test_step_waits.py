@@ -219,6 +219,11 @@ def test_a_look_into_the_state_waits_for_its_copies(look: str, lab: Lab) -> None
     assert read_at_once(lab, LOOKS[look])
 
 
+def test_a_load_waits_for_what_allocating_its_slot_queued(lab: Lab) -> None:
+    lab.fill_new_late(LATE_S)
+    assert same_bits(lab, adamw, 3)
+
+
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_a_checkpoint_is_loaded_behind_the_copies_of_the_last_step(
     interrupted: bool, lab: Lab, monkeypatch: pytest.MonkeyPatch

@@ -1,6 +1,7 @@
 """Steps beside backward: the same bits, one gradient a step, and an error where gradients were not final."""
 
 import functools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -101,6 +102,37 @@ def test_parameters_whose_gradients_backward_does_not_complete(lab: Lab) -> None
     assert_same(runs[0].values, runs[1].values)
     stats = runs[1].handle.stats()
     assert 0 < stats.backward_chunks < stats.chunks
+
+
+class _Passes(torch.autograd.Function):
+    """Passes the gradient on, and has none for ``weight``. Backward takes memory of the size of ``weight``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.weight = weight
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.held = [torch.full_like(ctx.weight, 7.0) for _ in range(64)]
+        return gradient, None
+
+
+def test_a_parameter_that_gets_no_gradient_is_not_stepped(lab: Lab) -> None:
+    """Autograd calls the hook of such a parameter all the same."""
+
+    def train(streamed: bool) -> list[torch.Tensor]:
+        weights = nn.ParameterList(torch.ones(1000, device=lab.device) for _ in range(2))
+        optimizer = adamw(weights)
+        if streamed:
+            stream(optimizer, in_backward=True, chunk_bytes="1KiB")
+        for _ in range(3):
+            _Passes.apply(*weights).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return values(weights, optimizer)
+
+    assert_same_training(train)
 
 
 def test_consumed_gradients_are_gone(lab: Lab) -> None:
@@ -221,6 +253,32 @@ def test_each_wait_beside_backward_is_needed(wait: Any, scenario: Any, lab: Lab)
     assert scenario(lab), "wrong with all waits"
     lab.drop(wait)
     assert not scenario(lab), wait.value
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.alone
+def test_backward_does_not_reuse_a_slot_that_grows_beside_it(lab: Lab) -> None:
+    """A slot of ``optimizer.step()`` is memory of the compute stream, which does not wait for the slot's copies."""
+    found = []
+    for streams in (False, True):
+        small = [nn.Parameter(torch.ones(256, device=lab.device)) for _ in range(3)]
+        large = nn.Parameter(torch.ones(4096, device=lab.device))
+        optimizer = torch.optim.SGD([*small, large], lr=0.1, momentum=0.5)
+        handle = stream(optimizer, in_backward=True, chunk_bytes="1KiB") if streams else None
+        x = torch.ones(4096, device=lab.device, requires_grad=True)
+        for weights in ([*small, large], small):
+            with handle.no_step() if handle is not None else nullcontext():
+                sum(weight.square().sum() for weight in weights).backward()
+            lab.slow(d2h_s=LATE_S if streams and weights is small else 0.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        (_Passes.apply(x, small[0]) * large).sum().backward()
+        optimizer.step()
+        lab.slow()
+        lab.drain()
+        found.append(values(nn.ParameterList([*small, large]), optimizer))
+    assert_same(*found)
 
 
 class Undecorated(torch.optim.Optimizer):
