@@ -81,11 +81,12 @@ def _calls_and_withs(code: CodeType) -> tuple[frozenset[int], frozenset[int]]:
     return frozenset(calls), frozenset(withs)
 
 
-def slowly(function: FunctionType, seconds: float = 0.02) -> Callable[..., Any]:
-    """For ``sys.settrace``: each line of a function takes so long, so that threads meet in the midst of it."""
+def slowly(*functions: FunctionType, seconds: float = 0.02) -> Callable[..., Any]:
+    """For ``sys.settrace``: each line of these functions takes so long, so that threads meet in the midst of them."""
+    codes = {function.__code__ for function in functions}
 
     def trace(frame: FrameType, *_: object) -> Any:
-        if frame.f_code is not function.__code__:
+        if frame.f_code not in codes:
             return None
         time.sleep(seconds)
         return trace

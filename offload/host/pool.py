@@ -65,10 +65,9 @@ class HostPool:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all buffers that were taken and not given back; what a graph holds counts as taken."""
-        with self._lock:
-            given = sum(nbytes * len(buffers) for nbytes, buffers in list(self.ready.items()))
-            return sum(buffer.nbytes for buffer in self._buffers) - given
+        """Bytes of all buffers that were taken, by graphs too, and not given back; right while nobody takes any."""
+        given = sum(nbytes * len(buffers) for nbytes, buffers in list(self.ready.items()))
+        return sum(buffer.nbytes for buffer in self._buffers) - given
 
     def take(self, nbytes: int, max_bytes: int | None = None) -> HostBuffer:
         """A buffer of ``nbytes`` bytes; its ``events`` are to be waited for before it is written.

@@ -1,11 +1,16 @@
 """The host pool: buffers never overlap, it grows no further than what is used, and nobody waits for it."""
 
 import gc
+import itertools
+import sys
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from faults import slowly
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -295,6 +300,36 @@ def test_give_does_not_wait_for_the_lock(pool: HostPool) -> None:
         assert not giver.is_alive()
     pool.trim()
     assert pool.used_bytes == 0
+
+
+CALLS: dict[str, Callable[[HostPool], object]] = {
+    "take": lambda pool: pool.take(8 * KIB),
+    "take_whole": lambda pool: pool.take_whole([8 * KIB]),
+    "trim": HostPool.trim,
+    "reserve": lambda pool: pool.reserve(128 * KIB),
+}
+SLOW = (HostPool.take_whole, HostPool.trim, HostPool.reserve)
+SLOW += (HostPool._take, HostPool._carve, HostPool._cut, HostPool._reclaim, HostPool._grow, HostPool._pin)
+
+
+@pytest.mark.parametrize(("one", "other"), [*(("take", name) for name in CALLS), ("reserve", "reserve")])
+def test_two_threads_at_the_same_time(one: str, other: str, pool: HostPool) -> None:
+    """In slow motion, so that one would come in the midst of the other."""
+    pool.give(pool.take(64 * KIB), REACHED)
+    both = threading.Barrier(2)
+
+    def call(name: str) -> None:
+        sys.settrace(slowly(*SLOW, seconds=0.004))
+        both.wait(10)
+        CALLS[name](pool)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(call, (one, other)))
+    covered = [(id(piece.slab), piece.start, piece.end) for buffer in pool._buffers for piece in buffer.ranges]
+    covered = sorted(covered + [(id(piece.slab), piece.start, piece.end) for piece in pool._free])
+    assert all(a[0] != b[0] or a[2] <= b[1] for a, b in itertools.pairwise(covered)), "they overlap"
+    assert sum(end - start for _, start, end in covered) == pool.pinned_bytes
+    assert other != "reserve" or pool.pinned_bytes == 128 * KIB
 
 
 def test_many_threads(pool: HostPool) -> None:
