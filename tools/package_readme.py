@@ -1,4 +1,4 @@
-"""The README as a package shows it: without pictures, and without links into the repository, which lead nowhere there.
+"""The README as a package shows it: without pictures, links into the repository and lists of its pages.
 
 Hatchling calls it when it builds a wheel or an sdist, see ``pyproject.toml``.
 """
@@ -11,12 +11,14 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 PICTURE = re.compile(r":?(\n*)!\[[^\]]*\]\([^)]*\)\n*")
 LINK = re.compile(r"\[([^\]]+)\]\((?!https?://)[^)]*\)")
+GUIDE = re.compile(r"More results:.*?\n\n|## Documentation\n.*", re.DOTALL)
+"""Lists of pages of the repository."""
 COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
 
 
 def package_readme(text: str) -> str:
     """The text of a package's page."""
-    return LINK.sub(r"\1", PICTURE.sub(r".\1", COMMENT.sub("", text)))
+    return LINK.sub(r"\1", PICTURE.sub(r".\1", GUIDE.sub("", COMMENT.sub("", text))))
 
 
 class ReadmeHook(MetadataHookInterface):

@@ -88,7 +88,7 @@ def test_a_package_has_no_relative_link_and_no_picture(package_readme):
     text = metadata["readme"]["text"]
     assert "memory_budget" in text
     assert [link for link in re.findall(r"\]\(([^)]*)\)", text) if not link.startswith("https://")] == []
-    assert not re.search(r"!\[|<img|<!--", text)
+    assert not re.search(r"!\[|<img|<!--|More results|## Documentation", text)
 
 
 def test_text_of_links_and_other_sites_remain(package_readme):
