@@ -86,12 +86,13 @@ def offload_layers(
     memory_budget: int | str | None = None,
     compile: bool | Mapping[str, Any] = False,  # noqa: A002  # as PyTorch calls it
 ) -> OffloadedLayers:
-    """Offload activations of the first ``num_layers`` of ``layers`` to the host, without a change to the model.
+    """Offload or recompute the activations of ``layers``, without a change to the model.
 
-    Forward hooks enter and leave the offload context around each layer and mark its outputs. The model's
+    With ``memory_budget``, a plan keeps, offloads or recomputes each region of each layer within that device memory.
+    With ``num_layers``, the first layers are offloaded whole. The library adds forward hooks to the layers; the model's
     ``state_dict`` does not change, and a copy or pickle of the model is one without offloading::
 
-        with offload_layers(model.model.layers, num_layers=4) as handle:
+        with offload_layers(model.model.layers, memory_budget="40GiB") as handle:
             model(**batch).loss.backward()
         print(handle.stats())
 

@@ -270,10 +270,10 @@ def prepare(
     min_bytes: int | str = DEFAULT_MIN_BYTES,
     compile: bool | Mapping[str, Any] = False,  # noqa: A002  # as PyTorch calls it
 ) -> PreparedTraining:
-    """Train ``model`` with ``optimizer`` in so much device memory: weights, gradients, optimizer state, activations.
+    """Fit the training of ``model`` by ``optimizer`` into a budget of device memory, with everything that it holds.
 
-    The training loop does not change. Weights, gradients and optimizer state are held where the step is the shortest:
-    on the device if they fit, otherwise on the host; and activations are kept, offloaded or recomputed in the rest::
+    The training loop does not change. Weights, gradients and optimizer state are held where the step is the shortest,
+    on the device or on the host. In the rest of the budget, activations are kept, offloaded or recomputed::
 
         model = AutoModelForCausalLM.from_config(config)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
@@ -284,8 +284,8 @@ def prepare(
                 optimizer.zero_grad()
         print(prepared.plan)
 
-    The model may be on the CPU or on the device. The first steps are measured with a recipe that leaves room. At the
-    end of the third step or so the fastest recipe is put in place, and ``plan`` has the table of all.
+    The model may be on the CPU or on the device. The first steps are measured, with much of the budget left for
+    activations. At the end of the third step or so, the fastest recipe is put in place; ``plan`` has the table of all.
 
     Args:
         model: The model. Inputs belong on ``device``.

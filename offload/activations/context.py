@@ -342,7 +342,7 @@ class OffloadContext(ContextDecorator):
 
 
 def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = False) -> None:
-    """Begin the copies of tensors that the running layer will save, behind what has been computed so far.
+    """Start to copy tensors to the host that the running layer will save, when they are computed.
 
     Outside of a layer that is offloaded, this does nothing.
 

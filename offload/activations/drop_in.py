@@ -69,7 +69,7 @@ def get_cpu_offload_context(  # type: ignore[misc]  # options are any here, and 
     device: torch.device | str | int | None = None,
     max_host_bytes: int | str | None = None,
 ) -> tuple[Any, ...]:
-    """A context for each layer's forward and a function for its output: activations move to the host meanwhile.
+    """Offload activations in a forward that you write: a context for each layer, and a function for its output.
 
     The names, defaults and return values are those of Transformer Engine's function of the same name::
 

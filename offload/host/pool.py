@@ -309,7 +309,7 @@ def reserve_host_memory(nbytes: int | str, device: torch.device | str | int | No
 
 
 def empty_host_cache(device: torch.device | str | int | None = None) -> int:
-    """Give pinned memory of a device's pool that holds nothing now back to the system, and return its bytes.
+    """Free the pinned memory of a device's pool that holds nothing now, and return how many bytes that were.
 
     Waits for copies in flight. Without a ``device``, the current accelerator's, and the CPU's where there is none.
     """

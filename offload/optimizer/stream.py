@@ -237,16 +237,16 @@ def stream_optimizer(
             as Adafactor, are stepped parameter by parameter, and their slots have the size of the largest one's state.
         max_host_bytes: The most pinned memory that the device's pool may have; no limit by default.
         resident_bytes: The most state that remains on the device, of whole parameters: the optimizer's first one, whose
-            copies backward has nothing left to hide behind, and others spread over the model.
+            copies come at the end of backward and cannot be hidden, and others spread over the model.
         state_dtype: ``torch.float32`` steps parameters of 16 bits in float32: parameters and gradients of a chunk are
             converted, and the new parameters are rounded back. The state is float32 then. ``None`` leaves the state as
             the optimizer makes it, which is in the parameter's dtype in PyTorch.
         master_weights: Step float32 weights, of which bfloat16 parameters are the nearest numbers. The state has the
             remaining 16 bits of each. Needs ``state_dtype=torch.float32``.
-        in_backward: Step each parameter beside backward, as soon as its gradient is complete; ``optimizer.step()`` then
+        in_backward: Step each parameter during backward, as soon as its gradient is complete; ``optimizer.step()`` then
             steps what is left. Gradients must not be clipped or scaled between backward and the step, which raises an
             error. Run all microbatches of a step but the last in :meth:`StreamedOptimizer.no_step`.
-        consume_gradients: Free each gradient after its step beside backward: ``p.grad`` is ``None`` then. That of
+        consume_gradients: Free each gradient after its step in backward: ``p.grad`` is ``None`` then. That of
             parameters that :func:`stream_weights` holds is freed in any case.
 
     Returns:

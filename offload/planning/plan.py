@@ -189,7 +189,7 @@ def make_plan(
     max_host_bytes: int | str | None = None,
     among: Among = Among.REGIONS,
 ) -> Plan:
-    """What to keep, offload and recompute, so that the peak is within the budget and the step is the shortest."""
+    """Choose what to keep, offload and recompute: the shortest step whose peak is within the budget."""
     # See ``plan``, which measures the link if it is given none.
     begin_s = time.perf_counter()
     budget = parse_bytes(memory_budget, "memory_budget")

@@ -46,7 +46,7 @@ def simulate(
     policies: Sequence[LayerPolicy | None] | None = None,
     title: str | None = None,
 ) -> Timeline:
-    """One microbatch's step, as ``schedule`` would run it.
+    """Predict the timeline and the peak of one microbatch's step under a schedule, without running a model.
 
     Args:
         schedule: A :class:`Schedule`, or a plan.

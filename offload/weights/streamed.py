@@ -197,7 +197,7 @@ def stream_weights(
         num_staging: Number of layers whose gradients may wait on the host to be added, from the second microbatch on;
             a buffer each. When all are taken, backward waits for the host.
         process_group: Data parallelism: each layer's gradients are averaged over the ranks of this group, on the
-            device, beside backward. All its ranks must call this, with the same layers, which begin with the weights
+            device, during backward. All its ranks must call this, with the same layers, which begin with the weights
             of its first rank; see :meth:`StreamedWeights.prepare_ddp` for parameters outside the layers. ``None``
             leaves gradients to each process.
 
