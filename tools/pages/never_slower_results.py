@@ -20,10 +20,6 @@ NAMES = {
 }
 
 
-UNSTEADY = 0.1
-"""By what part two times of a row may differ before the table says so."""
-
-
 BUDGETS = sorted({*SHARES, *COMPILED_SHARES}, reverse=True)
 """Budgets as parts of the peak with nothing offloaded."""
 CHECKPOINTING = "as checkpointing"
@@ -118,18 +114,9 @@ def every_budget(_page: Path) -> str:
 
 
 def _unsteady(rows: list[Row]) -> str:
-    """By how much the two times of a row differ at most, each the mean of some steps, of the models where that is most.
-
-    A step that waits for the host is longer while the host has other work.
-    """
-    apart = {
-        name: max(max(row["times_s"]) / min(row["times_s"]) - 1 for row in rows if row["model"] == name)
-        for name in dict.fromkeys(row["model"] for row in rows)
-    }
-    unsteady = [f"{NAMES[name]} ({most:.0%})" for name, most in apart.items() if most > UNSTEADY]
-    if not unsteady:
-        return f"Two times of the same row differ by at most {max(apart.values()):.0%}."
-    return f"Two times of the same row differ by more than {UNSTEADY:.0%} with {', '.join(unsteady)}."
+    """By how much the two times of a row, each the mean of some steps, differ at most, and with which model."""
+    most, name = max((max(row["times_s"]) / min(row["times_s"]) - 1, row["model"]) for row in rows)
+    return f"Two times of the same row differ by up to {most:.0%} ({NAMES[name]})."
 
 
 def _named(row: Row) -> str:

@@ -16,15 +16,20 @@ LONG_TOKENS = 262_144
 @table("benchmarks_in_short")
 def in_short(_page: Path) -> str:
     """A line for each part of the page, from the records of its tables."""
-    return "\n".join(f"- {line}" for line in (_activations(), _training(), _long(), _models(), _pipelines())) + "\n"
+    gpus = [read(name)["hardware"]["gpu"] for name in ("budget", "never_slower")]
+    lines = (_activations(), _training(), _long(), _models(), _pipelines())
+    said = "\n".join(f"- {line}" for line in lines)
+    return f"Measured on {gpus[0]}; other models on {gpus[1]}.\n\n{said}\n"
 
 
 def _activations() -> str:
     nothing, checkpoint, cheap, near = plans_of(read("budget"))
+    before, after, same = (gib(row["peak_bytes"], 1) for row in (nothing, cheap, checkpoint))
+    host = {gib(row["host_bytes"], 1) for row in (cheap, near)}
     return (
-        f"**Activations** of {LAYERS}: {gib(nothing['peak_bytes'], 1)} → {gib(cheap['peak_bytes'], 1)} GiB, step "
-        f"{more(cheap['ratio'])}. In the {gib(checkpoint['peak_bytes'], 1)} GiB that checkpointing needs, the step is "
-        f"{more(near['ratio'])} instead of {more(checkpoint['ratio'])}."
+        f"**Activations** of {LAYERS}: {before} → {after} GiB, step {more(cheap['ratio'])}. In the {same} GiB that "
+        f"checkpointing needs, the step is {more(near['ratio'])} instead of {more(checkpoint['ratio'])}. Both take "
+        f"{' to '.join(sorted(host))} GiB of host memory."
     )
 
 
@@ -52,21 +57,26 @@ def _long() -> str:
 
 def _models() -> str:
     ratios = [one["ratio"] for one in compared()]
+    record = read("never_slower")
+    meanwhile = f"; meanwhile {record['meanwhile']}" if "meanwhile" in record else ""
     worst = max(compared(), key=lambda one: float(one["ratio"]))
     return (
         f"**[Other models](#other-models)**, {len(ratios)} budgets: {sum(one <= 1.02 for one in ratios)} are at "
         f"most 2% slower than the fastest other way in the same memory. The worst, {worst['name']}, takes "
-        f"{worst['ratio']:.2f} times as long."
+        f"{worst['ratio']:.2f} times as long{meanwhile}."
     )
 
 
 def _pipelines() -> str:
     halves = [found.way for record in read_records(RECORDS) for found in measured(record, HALF)]
-    said = []
-    for width in sorted({row["width"] for row in halves}, key=int, reverse=True):
-        saved, longer = ([row[key] for row in halves if row["width"] == width] for key in ("peak_saved", "slowdown"))
-        said.append(
-            f"with layers of width {width}, the first rank's peak falls by {min(saved):.0%} to {max(saved):.0%}, and "
-            f"the step takes {percent(min(longer))} to {percent(max(longer))} longer"
-        )
-    return f"**[Pipelines](#pipelines)**: {'; '.join(said)}."
+    longer = {row["width"]: [] for row in sorted(halves, key=lambda row: -int(row["width"]))}
+    for row in halves:
+        longer[row["width"]].append(row["slowdown"])
+    said = [
+        f"{percent(min(some))} to {percent(max(some))} with layers of width {width}" for width, some in longer.items()
+    ]
+    saved = [row["peak_saved"] for row in halves]
+    return (
+        f"**[Pipelines](#pipelines)**: the first rank's peak falls by {min(saved):.0%} to {max(saved):.0%}. The step "
+        f"is longer by {', and by '.join(said)}."
+    )
