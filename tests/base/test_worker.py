@@ -2,13 +2,16 @@
 
 import functools
 import os
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from faults import slowly
 from lab import late_copies
 from models import build, loss_of, offloading, step_gradients
 from ranks import true_in_a_child
@@ -36,6 +39,23 @@ def test_an_idle_thread_holds_nothing_of_its_last_job() -> None:
     while held() is not None and time.monotonic() < deadline:
         time.sleep(0.001)
     assert held() is None
+
+
+def test_jobs_of_two_threads_run_in_one() -> None:
+    """Also the first ones, which start it."""
+    worker, both, threads = Worker("test"), threading.Barrier(2), list[int]()
+
+    def submit(number: int) -> None:
+        both.wait(10)
+        time.sleep(0.05 * number)
+        sys.settrace(slowly(Worker._start))
+        worker.submit(lambda: threads.append(threading.get_ident()), [])
+
+    with ThreadPoolExecutor(2) as programs:
+        list(programs.map(submit, range(2)))
+    worker.drain()
+    assert len(threads) == 2
+    assert len(set(threads)) == 1
 
 
 def test_the_thread_goes_with_the_worker() -> None:
