@@ -5,6 +5,7 @@ right only if every byte was there in time.
 """
 
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -185,6 +186,50 @@ def test_autocast_of_a_weight_that_is_used_several_times(device: torch.device) -
     check(layers, x, autocast, reference=partial(autocast, cache_enabled=False), microbatches=2)
     with pytest.raises(AssertionError, match="differ"):
         check(layers.to(device), x, autocast)
+
+
+class Uses(nn.Module):
+    """Uses its weight several times."""
+
+    def __init__(self, uses: int) -> None:
+        super().__init__()
+        self.uses = uses
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.uses):
+            x = torch.tanh(x @ self.weight)
+        return x
+
+
+def may_round_otherwise(uses: int, layers: int, in_loss: bool, reentrant: bool, microbatches: int) -> bool:
+    """What the guide says, without autocast."""
+    several = layers > 1 or in_loss
+    again = reentrant and microbatches > 1
+    return several and (again or (uses > 1 if not in_loss else uses * layers > 1))
+
+
+USES = list(itertools.product((1, 2), (1, 2, 3), (False, True), (False, True), (1, 2)))
+
+
+@pytest.mark.parametrize("case", [case for case in USES if not may_round_otherwise(*case)], ids=str)
+def test_sums_are_made_in_autograds_order(case: tuple[Any, ...], device: torch.device) -> None:
+    uses, sharing, in_loss, reentrant, microbatches = case
+    torch.manual_seed(0)
+    layers = nn.ModuleList(Uses(uses) for _ in range(LAYERS)).to(device)
+    for layer in layers[:sharing]:
+        layer.weight = layers[0].weight
+    inputs = [torch.randn(4, WIDTH, device=device, requires_grad=True) for _ in range(microbatches)]
+
+    def step(layers: nn.ModuleList, _: torch.Tensor) -> None:
+        for x in inputs:
+            y = x
+            for layer in layers:
+                y = checkpoint(layer, y, use_reentrant=True) if reentrant else layer(y)
+            loss = loss_of(y)
+            (loss + layers[0].weight.sum().to(device) if in_loss else loss).backward()
+
+    check_step(layers, inputs[0].detach(), step)
 
 
 @pytest.mark.slow
