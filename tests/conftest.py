@@ -110,16 +110,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return WHOLLY_SLOW.search(collection_path.read_text("utf-8")) is not None or None
 
 
-FAST_S = 120
-"""So long may a fast test take, which ends in a second or never: on a busy machine, too."""
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rank = {name: index for index, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
-    for item in items:
-        if not any(map(item.get_closest_marker, ("slow", "nightly", "gpu", "multigpu", "timeout"))):
-            item.add_marker(pytest.mark.timeout(FAST_S))
+
+
+FAST_S = [120]
+"""So long may a fast test take, which ends in a second or never: on a busy machine, too. Where one has hung, others may
+hang as well, and get less."""
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if "Failed: Timeout" in str(report.longrepr):
+        FAST_S[0] = 10
 
 
 def _gpus_needed(item: pytest.Item) -> int:
@@ -149,6 +152,8 @@ def turn_on_gpu(*, alone: bool) -> Iterator[None]:
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # Around what counts a test's time, as it may have to wait.
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Where workers run GPU tests side by side, those marked ``alone`` wait for the others, and the others for them."""
+    if not any(map(item.get_closest_marker, ("slow", "nightly", "gpu", "multigpu", "timeout"))):
+        item.add_marker(pytest.mark.timeout(FAST_S[0]))
     if not 0 < _gpus_needed(item) <= torch.cuda.device_count():
         return (yield)
     with turn_on_gpu(alone=item.get_closest_marker("alone") is not None):
