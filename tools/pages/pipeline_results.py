@@ -35,7 +35,7 @@ def job_table(records: list[Row]) -> str:
                         gib(before.nothing["peak_bytes"], 1), gib(after.way["peak_bytes"], 1)
                     ),
                     "less": percent(less),
-                    "it is rank": _change(str(before.way["rank"]), str(after.way["rank"])),
+                    "which rank": _change(str(before.way["rank"]), str(after.way["rank"])),
                     "first rank's peak less": percent(next(f.way["peak_saved"] for f in ranks if f.way["rank"] == 0)),
                     "longer": percent(next(f.way["slowdown"] for f in ranks if f.way["rank"] == 0)),
                 }

@@ -30,6 +30,10 @@ def workload_table(workload: str, _page: Path) -> str:
     said = "".join(f"\nFails: {'; '.join(who)}, with `{_short(error)}`.\n" for error, who in names.items())
     said += f"\nNot measured: {', '.join(missing)}.\n" if missing else ""
     shown = [_shown(row, kept) for row in rows if row in fails or "error" not in row]
+    if all(one["gradients"] in {"", "equal"} for one in shown):
+        compared = [one for one in shown if one.pop("gradients")]
+        everywhere = len(compared) == sum(one["step, ms"] != "fails" for one in shown)
+        said += f"\nGradients are equal in {'all rows' if everywhere else 'the rows of this library'}.\n"
     run = read("suite")["runs"][workload]
     where = f"{read('suite')['hardware']['gpu']}, {link_of(run['link'])}, {day_of(run)}, commit {run['commit'][:7]}."
     return f"{where}\n\n{markdown_table(shown, left=1, answer=('against nothing', 'activation peak, GiB'))}\n{said}"
@@ -45,7 +49,7 @@ def _shown(row: Row, kept: Row | None) -> Row:
     same = {True: "equal", False: "differ", None: ""}[row.get("bit_identical")]
     return {
         "": row["contender"],
-        "step, ms": "fails" if fails else f"{ms(row['step_s'])} ± {row['spread_s'] * 500:.0f}",
+        "step, ms": "fails" if fails else f"{ms(row['step_s'])}\u00a0±\u00a0{row['spread_s'] * 500:.0f}",
         "against nothing": f"{row['step_s'] / kept['step_s']:.2f} ×" if kept and not fails else "",
         "activation peak, GiB": "" if fails else gib(row["peak_bytes"]),
         "copied each way, GiB": "" if fails or copied is None else gib(copied),
