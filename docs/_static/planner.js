@@ -319,7 +319,7 @@
     if (chosen.name === "keep all") return "not needed: all fits";
     const slower = step_s / chosen.step_s - 1;
     if (slower > 0.005) return `${fixed(100 * slower, 1)}% slower than the advised way`;
-    return name === "streamed weights" ? "its optimizer runs on the host" : "no faster than the advised way";
+    return name === "streamed weights" ? "the optimizer steps on the host, which is not counted" : "no faster than the advised way";
   }
 
   function showWays(rows, kept, chosen, shown, plans) {
