@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
@@ -33,8 +32,9 @@ from offload.planning.layer_costs import with_workspace
 from offload.planning.profile import LayerProfile, Profile
 from offload.planning.training_bytes import TrainingBytes
 from offload.recompute.costs import RegionProfile
-from offload.recompute.learn import ModuleNames
-from offload.recompute.operations import known_operation
+from offload.recompute.learn import ModuleNames, SavedTensor, Step, Storage, Trace
+from offload.recompute.operations import Operation, known_operation
+from offload.recompute.way import Way, list_regions, names_of
 
 _FLOP = {str(operation): flop for operation, flop in flop_registry.items()}
 
@@ -191,15 +191,44 @@ class _Clock(Backend):
         return [end - begin for begin, end in marks]
 
 
-@dataclass(eq=False)
-class _Region:
-    name: str
-    nbytes: int
-    seconds: float = 0.0
-    reads: set[_Region] = field(default_factory=set)
-    first: _Region | None = None  # the first result of the same operation, where this is another
-    when: int = -1  # the operation that has written it last; -1 for an input
-    saved: bool = False
+class _Forward:
+    """What is noted of a layer's first forward: its trace, and the seconds of each operation."""
+
+    def __init__(self, layer: nn.Module, moves: Callable[[torch.Tensor], bool]) -> None:
+        self._names, self._moves = ModuleNames(layer), moves
+        self._trace, self._seconds = Trace(), list[float]()
+        self._numbers = WeakKeyDictionary[torch.UntypedStorage, int]()
+
+    def note(
+        self, operation: Operation, seconds: float, read: Iterable[torch.Tensor], made: Iterable[torch.Tensor]
+    ) -> None:
+        trace, before = self._trace, len(self._trace.storages)
+        reads = dict.fromkeys(map(self._number_of, read))
+        trace.given += [one for one in reads if one >= before]
+        known = len(trace.storages)
+        results = dict.fromkeys(map(self._number_of, made))
+        makes = tuple(one for one in results if one >= known)
+        writes = tuple(one for one in results if one < known and operation.written)
+        for one in (*makes, *writes):
+            trace.storages[one].writers.append(len(trace.steps))
+        trace.steps.append(Step(operation, tuple(reads), makes, writes, (), None, self._names.current()))
+        self._seconds.append(seconds)
+
+    def save(self, tensor: torch.Tensor) -> None:
+        saved = self._number_of(tensor), len(self._trace.steps), 0, tensor.shape, tensor.stride(), tensor.dtype
+        self._trace.saved.append(SavedTensor(*saved, movable=self._moves(tensor)))
+
+    def regions(self, forward_s: float) -> tuple[RegionProfile, ...]:
+        no_state: Any = None  # the layer never runs again
+        return list_regions(Way(self._trace, no_state, names_of(self._trace)), self._seconds, forward_s)
+
+    def _number_of(self, tensor: torch.Tensor) -> int:
+        storage, trace = tensor.untyped_storage(), self._trace
+        if storage not in self._numbers:
+            self._numbers[storage] = number = len(trace.storages)
+            trace.storages.append(Storage(storage.nbytes()))
+            trace.movable_inputs |= {number} if self._moves(tensor) else set()  # those that are given
+        return self._numbers[storage]
 
 
 class StepCount(CpuAllocations):
@@ -209,13 +238,9 @@ class StepCount(CpuAllocations):
         super().__init__()
         self._clock, self._rates, self._least = _Clock(torch.device("cpu")), rates, min_bytes
         self._times = LayerTimes(layers, self._clock)
-        self._modules = [ModuleNames(layer) for layer in layers]
+        self._forwards = [_Forward(layer, self._moves) for layer in layers]
         weights = (one.untyped_storage() for one in (*model.parameters(), *model.buffers()))
         self._weights = WeakKeyDictionary(dict.fromkeys(weights))
-        self._regions: list[list[_Region]] = [[] for _ in layers]
-        self._of_storage: list[WeakKeyDictionary[torch.UntypedStorage, _Region]] = [WeakKeyDictionary() for _ in layers]
-        self._names: list[Counter[str]] = [Counter() for _ in layers]
-        self._operations = 0
         # A layer's times ask the count for peaks, as they ask an allocator.
         self.start = self.begin_part = self.forget_peak
         self.stop, self.most_bytes = (lambda: None), (lambda: self.peak_bytes)
@@ -238,64 +263,25 @@ class StepCount(CpuAllocations):
             seconds = max(flop / self._rates.flop_per_s, nbytes / self._rates.bytes_per_s)
             self._clock.now_s += seconds
             if self._times.running is not None:
-                self._note(self._times.running.number, operation.name, seconds, read, made)
+                self._forwards[self._times.running.number].note(operation, seconds, read, made)
         return result
 
-    def _note(self, layer: int, name: str, seconds: float, read: list[torch.Tensor], made: list[torch.Tensor]) -> None:
-        self._operations += 1
-        module, first = self._modules[layer].current(), None
-        inputs = {region for one in read if (region := self._region(layer, one, "input"))}
-        for tensor in made:
-            region = self._region(layer, tensor, f"{module}: {name}" if module else name)
-            if region is not None:
-                region.first = first if region.when < 0 else region.first
-                region.seconds += 0.0 if first else seconds
-                region.reads |= inputs - {region}
-                region.when, first = self._operations, first or region
-
-    def _region(self, layer: int, tensor: torch.Tensor, name: str) -> _Region | None:
-        """The region of a tensor, which has this name if it is new; ``None`` for a weight."""
-        storage, found = tensor.untyped_storage(), self._of_storage[layer]
-        if storage in self._weights:
-            return None
-        if storage not in found:
-            self._names[layer][name] += name != "input"
-            number = self._names[layer][name]
-            found[storage] = _Region(f"{name} #{number}" if number > 1 else name, storage.nbytes())
-            self._regions[layer].append(found[storage])
-        return found[storage]
+    def _moves(self, tensor: torch.Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        return storage not in self._weights and storage.nbytes() >= self._least
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        layer = self._times.running
-        region = None if layer is None else self._region(layer.number, tensor, "input")
-        if region is not None:
-            region.saved = True
+        if self._times.running is not None:
+            self._forwards[self._times.running.number].save(tensor)
         return tensor if tensor.is_leaf else tensor.detach()
 
     def profile(self) -> Profile:
         """What was counted, if every layer has run forward and backward."""
         if not self._times.complete:
             raise ValueError("some of its layers run no forward, or no backward")
-        made = zip(map(self._listed, self._regions), self._times.seconds(), strict=True)
-        layers = tuple(LayerProfile.from_regions(regions, *seconds) for regions, seconds in made)
+        timed = zip(self._forwards, self._times.seconds(), strict=True)
+        layers = tuple(LayerProfile.from_regions(one.regions(seconds[0]), *seconds) for one, seconds in timed)
         return with_workspace(Profile(layers, self._times.loss_s()), self._times.peaks())
-
-    def _listed(self, regions: list[_Region]) -> list[RegionProfile]:
-        """What is saved and what leads to it, in the order of forward, inputs first."""
-        needed, waiting = set[_Region](), [one for one in regions if one.saved]
-        while waiting:
-            if (region := waiting.pop()) not in needed:
-                needed.add(region)
-                waiting += region.reads | ({region.first} if region.first else set())
-        listed = [one for one in regions if one in needed and (one.when >= 0 or one.nbytes >= self._least)]
-        number = {one: place for place, one in enumerate(sorted(listed, key=lambda one: one.when))}
-        found = []
-        for one, place in number.items():
-            reads = tuple(sorted(number[read] for read in one.reads if number.get(read, place) < place))
-            first = number[one.first] if one.first and number[one.first] < place else None
-            saved, made = one.saved and one.nbytes >= self._least, one.when >= 0
-            found.append(RegionProfile(one.name, one.nbytes, one.seconds, reads, saved, made, first))
-        return found
 
 
 def _said(error: BaseException) -> str:
