@@ -381,12 +381,13 @@ def command_says(text, capsys):
 @pytest.mark.parametrize(
     "state",
     [
-        "",
+        "layers=8",
         "preset=decoder",
+        pytest.param("", marks=pytest.mark.nightly),
         pytest.param("preset=llama_8b", marks=pytest.mark.nightly),
         pytest.param("preset=h100&host=32", marks=pytest.mark.nightly),
         pytest.param("preset=gh200&tokens=16384&group=1", marks=pytest.mark.nightly),
-        "preset=rtx4090&link=own&rate=12&state=8&show=checkpointing",
+        "preset=rtx4090&layers=8&link=own&rate=12&state=8&show=checkpointing",
         pytest.param("preset=streamed&layers=40&bandwidth=3.34", marks=pytest.mark.nightly),
     ],
 )

@@ -128,7 +128,7 @@ def test_all_fits(lab: Lab) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("clip", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_state_on_the_host(clip: bool, lab: Lab) -> None:
     budget = 3 * weight_bytes()
     found, recipes = train(lab, budget, clip=clip, accumulate=2)
@@ -270,9 +270,8 @@ def test_from_streamed_weights_to_resident_ones(lab: Lab, monkeypatch: pytest.Mo
     [
         lambda model: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
         lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-2),
-        lambda model: torch.optim.RMSprop(model.parameters(), lr=1e-3),
     ],
-    ids=["SGD", "Adafactor", "RMSprop"],
+    ids=["SGD", "Adafactor"],
 )
 def test_other_optimizers(make: Made, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = train(lab, None, make)[0]
@@ -374,8 +373,18 @@ def test_what_neither_side_can_hold_is_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [STREAMED, CONSUMED, ALL_CONSUMED], ids=str)
-@pytest.mark.parametrize(("before", "after"), [(0, 1), (1, 0), (1, 2), (2, 1)])
+@pytest.mark.parametrize(
+    ("recipe", "before", "after"),
+    [
+        (STREAMED, 0, 1),
+        (STREAMED, 2, 1),
+        (CONSUMED, 1, 0),
+        (CONSUMED, 1, 2),
+        (ALL_CONSUMED, 0, 1),
+        (ALL_CONSUMED, 1, 0),
+    ],
+    ids=str,
+)
 def test_another_part_of_the_state_is_resident(
     recipe: Recipe, before: int, after: int, lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
