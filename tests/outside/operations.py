@@ -41,10 +41,10 @@ RUNS = (
 """Samples take these in turn; the only sample of an operation takes both."""
 
 DRAWN = {
-    ("operation", "float32"): 28,
-    ("operation", "bfloat16"): 6,
-    ("operation", "complex64"): 6,
-    ("module", "float32"): 8,
+    ("operation", "float32"): 20,
+    ("operation", "bfloat16"): 4,
+    ("operation", "complex64"): 4,
+    ("module", "float32"): 6,
     ("foreach", "float32"): 2,
     ("custom", "float32"): 2,
     ("function", "float32"): 2,
@@ -137,7 +137,7 @@ def differentiable(kind: str, dtype: str) -> list[str]:
     ]
 
 
-def draw(seed: int, most: int = 6) -> Iterator[tuple[str, str, str, int, int]]:
+def draw(seed: int, most: int = 4) -> Iterator[tuple[str, str, str, int, int]]:
     """Arguments of :func:`check` for some operations of each list, with at most ``most`` samples of each."""
     generator = random.Random(seed)
     for (kind, dtype), count in DRAWN.items():
