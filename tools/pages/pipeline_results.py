@@ -3,7 +3,7 @@
 ``results.py`` writes them into the pages.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -61,20 +61,13 @@ def half_table(records: list[Row]) -> str:
         for record in records
         for found in sorted(measured(record, HALF), key=lambda found: -_hidden(record, found))
     ]
-    halves = [found.way for record in records for found in measured(record, HALF)]
-    said = " ".join(
-        f"Width {width}: the first rank's peak is {_range(row['peak_saved'] for row in rows)} lower, the step "
-        f"{_range(row['slowdown'] for row in rows)} longer."
-        for width in records[0]["models"]
-        if (rows := [row for row in halves if row["width"] == width])
-    )
     rows = [row for record in records for row in record["rows"]]
     same = (
         "Gradients are bit-identical to those without offloading on every rank, in all rows here."
         if all(row["bit_identical"] for row in rows)
         else "Gradients differ from those without offloading."
     )
-    return f"{_setting(records)}\n\n{markdown_table(shown, left=3, answer=('longer', 'less'))}\n\n{same} {said}\n"
+    return f"{_setting(records)}\n\n{markdown_table(shown, left=3, answer=('longer', 'less'))}\n\n{same}\n"
 
 
 def ways_table(records: list[Row]) -> str:
@@ -131,20 +124,12 @@ def _setting(records: list[Row]) -> str:
 def _errors(records: list[Row]) -> str:
     """How far the first rank's predictions were off, on both sides."""
     all_found = [found for record in records for found in measured(record, HALF, FREE, BOUND)]
-    cautious = [
-        max((found for found in all_found if found.gpus == record["options"]["ranks"]), key=_caution)
-        for record in records
-    ]
-    said = "; ".join(
-        f"on {found.gpus} GPUs {percent(found.way['predicted_slowdown'])} where {percent(found.way['slowdown'])} was "
-        f"measured ({found.way['schedule']}, width {found.way['width']}, {found.way['offload']})"
-        for found in cautious
-    )
+    most = 100 * max(map(_caution, all_found))
     late = 100 * max(-_caution(found) for found in all_found)
     large = 100 * max(found.way["predicted_peak_saved"] - found.way["peak_saved"] for found in all_found)
     return (
-        f"The largest overestimates of this table and the one above: {said}. At the other end, a step took at most "
-        f"{late:.1f} points longer than predicted, and the peak fell by up to {large:.1f} points less."
+        f"In this table and the one above, steps are predicted up to {most:.1f} points too long and {late:.1f} too "
+        f"short, and peaks fell by up to {large:.1f} points less than predicted."
     )
 
 
@@ -176,11 +161,6 @@ def _hidden(record: Row, found: Measured) -> int:
 
 def _change(before: str, after: str) -> str:
     return f"{before}{NO_BREAK}→{NO_BREAK}{after}"
-
-
-def _range(shares: Iterable[float]) -> str:
-    shown = list(shares)
-    return f"{percent(min(shown))} to {percent(max(shown))}"
 
 
 @cache
