@@ -12,6 +12,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -74,7 +75,7 @@ def attach(
         memory_budget: Bytes of activation sets on this rank's device at once, or a text such as ``"20GiB"``.
         parts: Into how many parts each chunk's activation set is cut; 16, or fewer where there are many chunks.
         profile: Stage → what a chunk of it costs, such as an earlier handle's ``profile``, to offload from the first
-            step on; measured in the first step if left out.
+            step on; measured in the first step if left out. With ``policies``, of a handle with these policies.
         link: The bandwidth of the link between this rank's device and its host; measured if left out.
         min_bytes: Storages smaller than this are kept on the device; bytes, or a text such as ``"1MiB"``.
         device: The device whose activations are offloaded; that of the stages by default.
@@ -95,6 +96,10 @@ def attach(
     check_options(memory_budget, parts, profile, link)
     if policies is not None and parts is not None:
         raise ValueError(f"parts must be left out with policies, as each layer is a part then, got {parts}")
+    if policies is not None and any(costs.saved_bytes and not costs.layers for costs in (profile or {}).values()):
+        raise ValueError("profile must say what each layer saves with policies, as that of a handle with policies does")
+    if policies is None and profile is not None:
+        profile = {stage: replace(costs, layers=()) for stage, costs in profile.items()}
     patterns = None if policies is None else parse_policies(policies)
     min_bytes = parse_bytes(min_bytes, "min_bytes")
     backend = get_backend(stages[0].device if device is None else device)

@@ -11,6 +11,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 import offload
 from offload.pipelining.chunk import largest_list
+from offload.pipelining.rank_step import StageProfile
 
 RECOMPUTE_MOST = {"*up*": "offload", "*norm*": "keep", "*": "recompute"}
 
@@ -89,6 +90,8 @@ def test_what_is_planned_of_layers_that_save_unequal_amounts_is_offloaded():
             step(schedule, stage)
     assert handle.plan.offloaded_bytes == handle.plan.saved_bytes > 0
     assert handle.stats().offloaded_bytes == 2 * handle.plan.offloaded_bytes
+    with attach(schedule, profile=handle.profile, parts=4) as again:
+        assert again.profile[0].layers == ()  # parts are of equal size without policies
 
 
 def test_what_is_recomputed_needs_no_memory():
@@ -193,6 +196,10 @@ def test_removed_layers_are_free_for_others():
     [
         ({"policies": {"*": "recompute"}, "parts": 4}, "parts must be left out with policies, .* got 4"),
         ({"policies": {"*": "drop"}}, "a policy must be one of 'keep', 'offload', 'recompute'"),
+        (
+            {"policies": {"*": "recompute"}, "profile": {0: StageProfile()}},
+            "profile must say what each layer saves with policies",
+        ),
     ],
 )
 def test_options_that_are_refused(options, message):

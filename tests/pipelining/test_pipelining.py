@@ -420,7 +420,7 @@ def test_refuses():
     with pytest.raises(TypeError, match="profile must be a dictionary of stages, such as"):
         attach(schedule, profile=3)
     with pytest.raises(ValueError, match="profile must have an entry for each stage, got none for stage 0"):
-        attach(schedule, profile={1: StageProfile()}, policies={"*": "recompute"})
+        attach(schedule, profile={1: StageProfile(saved_bytes=0)}, policies={"*": "recompute"})
     with attach(schedule), pytest.raises(ValueError, match="stage 0 is attached already; call remove"):
         attach(schedule)
 
