@@ -219,6 +219,19 @@ def test_named_microbatches_in_any_order(layers, inputs):
     assert context.stats().late_reloads == 0
 
 
+def test_calls_without_a_microbatch_mean_the_oldest_that_they_can_move(layers, inputs):
+    expected = expected_gradients(layers, inputs[:2])
+    context, sync, controller = manual()
+    losses = [run(layers, x, controller.start_offload_layer, context, sync) for x in inputs[:2]]
+    for _ in losses:
+        release_all(controller)
+    for loss in losses:
+        reload_all(controller)
+        loss.backward()
+    assert_same(expected, gradients(layers))
+    assert context.stats().late_reloads == 0
+
+
 def test_losses_kept_from_earlier_steps_do_not_confuse(layers, inputs):
     context, sync, controller = manual()
     kept = []

@@ -279,6 +279,31 @@ def test_give_in_a_finalizer_while_the_pool_is_busy() -> None:
     assert pool.used_bytes == 50 * KIB + 1
 
 
+@pytest.mark.timeout(30)
+def test_take_in_a_finalizer_while_the_pool_is_busy() -> None:
+    """A program's finalizer may run its layers, which would wait for ever for the lock that its own thread holds."""
+    taken: list[HostBuffer] = []
+    pool: HostPool
+
+    class TakesWhenItDies:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            taken.append(pool.take(5 * KIB))
+
+    def collect_and_allocate(nbytes: int) -> torch.Tensor:
+        gc.collect()
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    pool = HostPool(collect_and_allocate)
+    TakesWhenItDies()
+    taken.append(pool.take(50 * KIB))
+    used = [block for buffer in taken for block in blocks(buffer)]
+    assert len(taken) == 2
+    assert len(used) == len(set(used))
+
+
 def test_what_a_step_needs_is_pinned_in_its_thread() -> None:
     """A finalizer that the collector runs meanwhile may take a buffer: in another thread it would wait for the lock."""
     threads = []

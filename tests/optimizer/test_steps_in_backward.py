@@ -290,8 +290,10 @@ class Undecorated(torch.optim.Optimizer):
             weight.add_(sums.mul_(0.9).add_(weight.grad), alpha=-0.1)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("create_graph", [False, True])  # autograd switches grad mode off, or on
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_a_step_without_a_decorator(in_backward: bool, lab: Lab) -> None:
+def test_a_step_without_a_decorator(in_backward: bool, create_graph: bool, lab: Lab) -> None:
     found = []
     for streams in (False, True):
         torch.manual_seed(0)
@@ -299,7 +301,8 @@ def test_a_step_without_a_decorator(in_backward: bool, lab: Lab) -> None:
         optimizer = Undecorated(layer.parameters(), {})
         handle = stream(optimizer, in_backward=in_backward) if streams else None
         for _ in range(3):
-            layer(torch.ones(2, WIDTH, device=lab.device)).square().sum().backward()
+            loss = layer(torch.ones(2, WIDTH, device=lab.device)).square().sum()
+            loss.backward(create_graph=create_graph)
             with torch.no_grad():
                 optimizer.step()
             optimizer.zero_grad()
