@@ -16,7 +16,7 @@ import torch
 from offload.activations.saved_storage import SavedStorage, probing, version_counter
 from offload.activations.what_moves import Rebuild
 from offload.base.tensors import geometry_of, look_into, plain_version_counter
-from offload.base.torch_private import keeps_graph
+from offload.base.torch_private import asks_once, keeps_graph
 from offload.recompute.run_again import Frame
 
 
@@ -127,7 +127,8 @@ class DroppedHandle(SavedHandle):
         if self.view is not None:
             return self.view
         tensor = self.frame.tensor(self.number)
-        if not keeps_graph():  # else it would be there until the graph goes
+        # Else it would be there until the graph goes, or, as all that a node has saved, until its gradients are summed.
+        if not (keeps_graph() or asks_once()):
             self.view = tensor
         return tensor
 

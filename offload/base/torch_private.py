@@ -85,6 +85,7 @@ why_no_hooks = _find("_C._autograd._saved_tensors_hooks_get_disabled_error_messa
 next_node = _find("_C._autograd._get_sequence_nr")  # its number; nodes made earlier in this thread have lower ones
 keeps_graph = _find("_C._autograd._get_current_graph_task_keep_graph")
 """Whether the backward that runs was called with ``retain_graph=True``."""
+_node_at_work = _find("_C._current_autograd_node")
 keep_versions = _find("autograd._unsafe_preserve_version_counter")  # a context that undoes changes of a version
 CAST_NODE = _constant("_C._functions.ToCopyBackward0")  # the node of ``Tensor.to``, which autocast calls on a parameter
 RESHAPED_NODE = _constant("_C._functions.UnsafeViewBackward0")  # it gives a matrix product's result its shape
@@ -231,10 +232,15 @@ address_of: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata"
 """What tells a storage from all others while it lives: the address of PyTorch's own object."""
 # What StorageWeakRef of torch.multiprocessing does in three times as long, as each saved storage needs one.
 weak_storage, is_expired = _find("UntypedStorage._weak_ref"), _find("UntypedStorage._expired")
-free_weak_storage = _find("UntypedStorage._free_weak_ref")
-negated = _find("_neg_view")  # a view whose elements are read with the other sign
+free_weak_storage, negated = _find("UntypedStorage._free_weak_ref"), _find("_neg_view")  # its elements' other sign
 raw_stream = _find("_C._cuda_getCurrentRawStream")  # the handle of the current stream of a device, given by its index
 spin = _find("cuda._sleep")  # keeps the current stream busy for so many cycles
+
+
+def asks_once() -> bool:
+    """Whether a node of PyTorch's own is at work, which asks for what it has saved once; a user's may ask again."""
+    node = _node_at_work()
+    return node is not None and type(node).__module__ == "builtins" and type(node).__name__ != "CppFunction"
 
 
 def owners_of(storage: torch.UntypedStorage) -> int:

@@ -1681,3 +1681,37 @@ def test_backward_frees_what_is_kept_behind_the_last_dropped_tensor(lab: Lab) ->
         peaks[policy] = meter.peak_bytes
     assert freed == [True]
     assert peaks["recompute"] <= peaks["keep"]
+
+
+class AsksTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * (ctx.saved_tensors[0] + ctx.saved_tensors[0])
+
+
+def test_what_was_recomputed_is_freed_once_its_operation_has_read_it(lab: Lab) -> None:
+    """Before gradients are summed over what was broadcast, which needs memory. A user's function may read twice."""
+    made: dict[int, StorageWeakRef] = {}
+    freed: list[bool] = []
+
+    def function(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y = F.gelu(AsksTwice.apply(x.sin()) @ weight)
+        made[id(weight)] = StorageWeakRef(y.untyped_storage())
+        y = y * weight[0]
+        if y.grad_fn is not None and torch._C._current_graph_task_id() == -1:
+            y.grad_fn.register_hook(lambda *_: freed.append(made[id(weight)].expired()))
+        return y
+
+    layers, x = functions(function, lab)
+    expected = step(layers, x)
+    assert freed == [False] * LAYERS
+    with offloaded(layers, lab):
+        step(layers, x)  # learned and proven
+        freed.clear()
+        assert_same(step(layers, x), expected)
+    assert freed == [True] * LAYERS
