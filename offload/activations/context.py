@@ -296,11 +296,15 @@ class OffloadContext(ContextDecorator):
     def _open(self) -> ActivationSet | None:
         return next(filter(None, self._entered), None)
 
+    def begins_round(self, layer: int) -> bool:
+        """Whether a forward of this layer, which may not be the first one, begins a new round."""
+        now = self._round
+        return not now.sets or layer <= now.last_layer or layer >= self.model_layers or now.abandoned
+
     def _next_layer(self, layer: int | None) -> int:
         """The number of the layer that begins now, in a new round if the current one is over."""
-        last = self._round.last_layer
-        number = last + 1 if layer is None else layer
-        if number >= self.model_layers or number <= last or self._round.abandoned:
+        number = self._round.last_layer + 1 if layer is None else layer
+        if self._round.sets and self.begins_round(number):
             self._begin_round()
             number = 0 if layer is None else layer
         return number

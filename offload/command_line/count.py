@@ -243,7 +243,7 @@ class StepCount(CpuAllocations):
         self._weights = WeakKeyDictionary(dict.fromkeys(weights))
         # A layer's times ask the count for peaks, as they ask an allocator.
         self.start = self.begin_part = self.forget_peak
-        self.stop, self.most_bytes = (lambda: None), (lambda: self.peak_bytes)
+        self.stop, self.most_bytes, self.other_bytes = (lambda: None), (lambda: self.peak_bytes), (lambda: 0)
 
     @contextmanager
     def counting(self) -> Iterator[None]:

@@ -86,8 +86,9 @@ class ComparePlans:
                 self._begin = self._backend.mark()
         return None
 
-    def end_backward(self) -> None:
-        if self._begin is not None and self._running == 1:  # else another one has run in between
+    def end_backward(self, *, ran_all: bool) -> None:
+        """A backward ends, of a microbatch that ``ran_all`` layers: one that skips some says nothing of a plan."""
+        if ran_all and self._begin is not None and self._running == 1:  # else another one has run in between
             self._marks.append((self._elements / self._now, self._begin, self._backend.mark()))
         self._begin, self._running = None, 0
 

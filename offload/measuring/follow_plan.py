@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Literal
 
@@ -35,7 +34,7 @@ from offload.measuring.profile_layers import (
     time_second_runs,
 )
 from offload.measuring.sizes import CostsBySize, Inputs, Size, given_to, is_within
-from offload.measuring.watch_plan import TOLERANCE, WatchedLayers
+from offload.measuring.watch_plan import TOLERANCE, WatchedLayers, say_measured
 from offload.planning.layer_costs import costs_of, peak_bytes
 from offload.planning.plan import Plan, free_plan, make_plan
 from offload.planning.profile import LayerProfile, Profile
@@ -92,6 +91,8 @@ class FollowPlan(WatchedLayers):
         self._left: MemoryLeft = memory_budget
         self._budget = self._held_bytes = 0
         """Bytes that were left when the layers were timed, and what an accelerator held then beside gradients."""
+        self._times = LayerTimes(layers, self._backend)  # first, as it has to learn first of the end of a backward
+        self._times.pause()
         super().__init__(layers, context)
         self._layers = layers
         self.plan: Plan | None = None
@@ -103,12 +104,10 @@ class FollowPlan(WatchedLayers):
         self.missing_bytes = 0
         """What a step needs on the device beside the activations of the layers, for inputs of the planned size."""
         self.link = measure_link(self._backend.device)
-        self._times = LayerTimes(layers, self._backend)
-        self._times.pause()
         self._costs = CostsBySize()
         self._stage: Literal["learning", "timing", "following"] = "learning"
         self._inputs = self._timed_inputs = Inputs(1, ())
-        """What the first layer was given in the microbatch that began last, and in the one that is timed."""
+        """What the first layer that ran was given in the microbatch that began last, and in the one that is timed."""
         self._learned = self._learned_then = [0] * len(layers)
         """How often each layer had been learned when those began."""
         self._new_gradients: list[int] = []
@@ -124,6 +123,11 @@ class FollowPlan(WatchedLayers):
         self._peak_bytes = self._gradient_bytes = 0
         """The most device memory in the last microbatch, above what there was when its step began; and the gradients
         that there were then, where they count to the budget."""
+        self._before_each = 0.0
+        """What was saved before the first layer, beside that layer's input, for each element of the input."""
+        self._learning_bytes: int | None = 0
+        """The most device memory in a microbatch that learned, timed or proved something; ``None`` once that is said.
+        """
         self._watches = True
         """Whether the peaks of microbatches are measured."""
         self._recomputed_fits = False  # whether the microbatch that was timed has kept to the budget
@@ -131,6 +135,8 @@ class FollowPlan(WatchedLayers):
         """Whether the last microbatch has skipped no layer."""
         self._proves = False
         """Whether this is a plan's first microbatch, which proves the plan, and may hold a layer twice for that."""
+        self._unproven = 0
+        """How many layers had to be proven when the last microbatch began."""
         self._corrections_left = 0
         self._said = False
         """Whether a broken budget was warned of."""
@@ -183,12 +189,14 @@ class FollowPlan(WatchedLayers):
                     "capture, of which the third follows the plan."
                 )
             return
-        self._learn_costs()
+        proved = self._learn_costs() or self._proves or self._count_unproven() < self._unproven
+        self._proves = False
+        if (proved or self.measures) and self._learning_bytes is not None:
+            self._learning_bytes = max(self._learning_bytes, self._peak_bytes)
         if self._stage == "timing":
             self._end_timing(self._backend.mark())
         self._inputs = given_to(inputs)
         size = self._costs.size_of(self._inputs)
-        proved, self._proves = self._proves, False
         if not self.measures or (self._stage == "learning" and all(one.proven for one in self._policies)):
             if self._costs.lack(self._inputs):
                 self._time()
@@ -204,30 +212,37 @@ class FollowPlan(WatchedLayers):
         if self._compare is not None and self._compare.measures and self.plan is not None:
             # On the CPU, copies and compute share the cores: the times of some microbatches say little there.
             ready = self._backend.device.type != "cpu" and not self._fits(size)
-            ready = ready and all(one.numbered is None or one.proven for one in self._policies)
+            ready = ready and not self._count_unproven()
             self._follow(self._compare.begin_microbatch(self._inputs.elements, ready=ready))
         self._gradient_bytes = self._left.gradient_bytes()
         if not self.measures:
             self._keep_all(self._fits(size))
             self._peak.stop()
             self._peak_bytes = 0
-        if self._stage != "learning" and self._watches and not (self._keeps_all and self._peak.costs_time):
+        if self._watches and not (self._keeps_all and self._peak.costs_time):
             self._peak.start()
-        self._times.forwards, self._ran_all = 0, False
+        self._times.forwards, self._ran_all, self._unproven = 0, False, self._count_unproven()
         self._count_inputs(inputs)
 
     def end_backward(self) -> None:
         # Read the peak before the program has it forgotten.
-        if self._backend.capturing or self._stage == "learning":
+        if self._backend.capturing:
             return
-        if self._compare is not None:
-            self._compare.end_backward()
         self._ran_all = self._ran_all or self._times.forwards >= len(self._layers)
         self._times.forwards = 0
+        if self._compare is not None:
+            self._compare.end_backward(ran_all=self._ran_all)
         if self._watches:
-            most_bytes = self._times.most_bytes() if self.measures else self._peak.most_bytes()
+            if self._stage == "timing":
+                # On the CPU, nobody has counted that once watching has ended.
+                self._before_each = max(self._before_each, self._times.before_bytes() / self._inputs.elements)
+            most_bytes = self._times.most_bytes() if self._stage == "timing" else self._peak.most_bytes()
+            most_bytes += round(self._before_each * self._inputs.elements)
             self._peak_bytes = max(self._peak_bytes, most_bytes + self._gradient_bytes)
-            self._peak.stop()
+
+    def _count_unproven(self) -> int:
+        """How many layers have not run yet since their second run is another one."""
+        return sum(one is not None and not one.proven for one in self.context.policies)
 
     def _follow(self, plan: Plan | None) -> None:
         if plan is None:
@@ -276,7 +291,7 @@ class FollowPlan(WatchedLayers):
             amounts = format_bytes(self._budget), format_bytes(self._peak_bytes)
             _logger.info("memory_budget = %s: the last microbatch needed %s, so it is planned again", *amounts)
             self._costs.need_more(over)
-            self._make_plan("the plan is followed that has broken it")
+            self._make_plan("the plan is followed that has broken it" if over > TOLERANCE * self._budget else None)
             return
         if over > TOLERANCE * self._budget and not self._said:
             self._said = True
@@ -285,24 +300,27 @@ class FollowPlan(WatchedLayers):
                 f"memory_budget = {format_bytes(self._budget)} was not met {tried}: the last "
                 f"microbatch needed {format_bytes(self._peak_bytes)}; give more, or use smaller microbatches."
             )
+        elif not self._said and (self._learning_bytes or 0) > (1 + TOLERANCE) * self._budget:
+            say_measured(self._budget, self._learning_bytes or 0)
+            self._learning_bytes = None
         self._watches = not (self._peak.costs_time and self._ran_all)
 
-    def _learn_costs(self) -> None:
-        """Add what layers have learned in the last microbatch to what is known of their costs."""
+    def _learn_costs(self) -> bool:
+        """Add what layers have learned in the last microbatch, if any has, to what is known of their costs."""
         before, self._learned = self._learned, [one.learned for one in self._policies]
         # What only some have learned is of no one size.
         if before != self._learned and (self._stage == "learning" or all(map(operator.ne, before, self._learned))):
             self._costs.learn(self._inputs, [one.costs for one in self._policies])
+        return before != self._learned
 
     def _end_timing(self, now: Event) -> None:
         """Add what was timed until ``now`` to what is known of the layers' costs, unless layers were learned meanwhile.
 
-        A layer that was skipped costs what another one with the same regions does. While there is none, or the last
-        layer was skipped, behind which the loss is timed, timing goes on.
+        A layer that was skipped costs what another one with the same regions does. While there is none, timing goes on.
         """
         ran = self._times.ran
         kinds = [tuple((region.name, region.nbytes) for region in one.costs) for one in self._policies]
-        if len(kinds) - 1 not in ran or not {kinds[number] for number in ran} >= {*kinds}:
+        if not {kinds[number] for number in ran} >= {*kinds}:
             return
         self._stage = "following"
         self._planned = {}
@@ -340,8 +358,8 @@ class FollowPlan(WatchedLayers):
         )
         self._fitting = {True: [], False: []}
 
-    def _make_plan(self, otherwise: str) -> None:
-        """Follow a plan for inputs of the planned size; if none fits, do ``otherwise``."""
+    def _make_plan(self, otherwise: str | None) -> None:
+        """Follow a plan for inputs of the planned size; if none fits, say what is done ``otherwise``."""
         self.profile, self.missing_bytes = self._costs.at(self._planned)
         if self._compare is None:
             self._follow(self._free_plan(self.profile))
@@ -356,7 +374,7 @@ class FollowPlan(WatchedLayers):
         _logger.info('num_layers="auto": %d of %d layers are offloaded, which makes a peak of %s of %s', *amounts)
         return made
 
-    def _plan_within(self, profile: Profile, otherwise: str, compare: ComparePlans) -> Plan | None:
+    def _plan_within(self, profile: Profile, otherwise: str | None, compare: ComparePlans) -> Plan | None:
         """A plan that fits beside what is needed outside of the layers; if there is none, say so, and what is done."""
         budget, missing = format_bytes(self._budget), format_bytes(self.missing_bytes)
         most_bytes = max(0, self._budget - self.missing_bytes)
@@ -370,30 +388,29 @@ class FollowPlan(WatchedLayers):
             made = make_plan(known, left, link, max_host_bytes=host_bytes, among=among)
             return replace(made, memory_budget=min(left, most_bytes))
 
-        try:
-            plans = {Among.REGIONS: plan_among(Among.REGIONS)}
-        except ValueError as error:
+        plans, why = {}, ""
+        for among in Among:
+            try:
+                plans[among] = plan_among(among)
+            except ValueError as error:  # fewer policies need not fit, nor more: they leave a reserve
+                why = why or str(error)  # the error itself would hold the frames around, and what they compute
+        if not plans:
             self._corrections_left = 0
-            if (
-                self.plan is not None
-                and self._recomputed_fits
-                and is_within(self._planned, self._costs.size_of(self._timed_inputs))
-            ):
+            if otherwise is None:
+                return None
+            if self._recomputed_fits and is_within(self._planned, self._costs.size_of(self._timed_inputs)):
                 _logger.info(
                     "memory_budget = %s is met by no plan: all is recomputed, as while it was measured", budget
                 )
                 self._recompute_again()
                 return None
             warn_caller(
-                f"memory_budget = {budget} cannot be met, so {otherwise}: {error} Of the budget, {missing} are needed "
-                "outside of the layers."
+                f"memory_budget = {budget} cannot be met, so {otherwise}: {why} Of the budget, {missing} are "
+                f"needed outside of the layers, and {RESERVE:.0%} are left free."
             )
             self._said = True
             self._watches = not self._peak.costs_time
             return None
-        for among in (Among.LAYERS, Among.CHECKPOINTS):
-            with suppress(ValueError):  # fewer policies need not fit
-                plans[among] = plan_among(among)
         made = compare.best(plans, self._planned[()])
         _logger.info(
             "memory_budget = %s: %d of %d layers are offloaded, %s a step are recomputed; step %s, peak "

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import statistics
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from offload.activations.what_moves import Rules, offloaded_parts
-from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, compute_device
+from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, compute_device, is_sharded
 from offload.base.tensors import tensors_in
 from offload.base.torch_private import address_of, before_backward, when_backward_ends
 from offload.device.backend import Backend, Event
@@ -91,6 +92,9 @@ class LayerTimes(Attachment):
         self.running: MeasuredLayer | None = None  # the layer whose first forward since :meth:`start` runs now
         self.memory: MemoryPeak | None = None  # tells what is allocated, if that is asked for
         self.between_bytes = 0  # the most between the last forward and its backward, above that at the step's start
+        self.last: MeasuredLayer | None = None  # the layer whose forward began last
+        self._left_bytes = 0  # what was allocated when the backward of the layer ended that has ended last
+        self._behind: list[torch.Tensor] = []  # the leaves that the input of the microbatch's first layer depends on
         self._most_bytes = 0
         self.paused = False  # whether layers run that are not to be timed
         self.queueing = _Queueing(backend)
@@ -104,9 +108,9 @@ class LayerTimes(Attachment):
 
     def start(self, memory: MemoryPeak | None = None) -> None:
         """Forget what was timed so far, and the peaks if ``memory`` is asked for new ones."""
-        self.pause()
         self.paused = False
         self.queueing = _Queueing(self.backend)
+        self._forget()
         if memory is not None:
             for layer in self.layers:
                 layer.peaks = {"forward": 0, "backward": 0}
@@ -116,13 +120,16 @@ class LayerTimes(Attachment):
     def pause(self) -> None:
         """Time nothing until the next :meth:`start`."""
         self.paused = True
+        self._forget()
+        self._watch(None)
+
+    def _forget(self) -> None:
         self.hooks.close()
         for layer in self.layers:
             layer.rounds.clear()
-        self._watch(None)
 
     def _watch(self, memory: MemoryPeak | None) -> None:
-        if self.memory is not None:
+        if self.memory is not None and self.memory is not memory:
             self.memory.stop()
         self.memory = memory
         if memory is not None:
@@ -151,8 +158,9 @@ class LayerTimes(Attachment):
 
     def loss_s(self) -> float:
         """The median of the seconds between the last layer's forwards and their backwards."""
+        last = self.layers[self.ran[-1]]
         return statistics.median(
-            self.backend.seconds((one.forward_end, one.backward_reached) for one in self.layers[-1].complete_rounds())
+            self.backend.seconds((one.forward_end, one.backward_reached) for one in last.complete_rounds())
         )
 
     def time(self, step: Callable[[], object], steps: int) -> None:
@@ -175,7 +183,7 @@ class LayerTimes(Attachment):
 
     def between_s(self, now: Event) -> float:
         """Seconds from the end of the first layer's last backward until now: what a step does beside its layers."""
-        end = next((one.backward_end for one in reversed(self.layers[0].rounds) if one.backward_end), None)
+        end = next((one.backward_end for one in reversed(self.layers[self.ran[0]].rounds) if one.backward_end), None)
         return 0.0 if end is None else self.backend.seconds([(end, now)])[0]
 
     def peaks(self) -> Peaks:
@@ -188,6 +196,26 @@ class LayerTimes(Attachment):
     def most_bytes(self) -> int:
         self.mark()
         return self._most_bytes
+
+    def before_bytes(self) -> int:
+        """What is saved before the first layer until the backward that has just ended, beside that layer's input.
+
+        Nobody can tell where the layer's own gradients or weights go after its backward.
+        """
+        self._behind, first = [], self.layers[0].module()
+        if self.memory is None or first is None or is_sharded(first) or compute_device([first]) is not None:
+            return 0
+        return max(0, self._left_bytes - self.memory.other_bytes())
+
+    def begin_layers(self, inputs: object) -> None:
+        """The first layer of a microbatch begins."""
+        self._behind = [] if self.memory is None else list(_leaves_behind(tensors_in(inputs)))
+
+    def end_layer(self, gradient: torch.Tensor | None = None) -> None:
+        """A layer's backward has ended, with the gradient of its input."""
+        if self.memory is not None:
+            new_bytes = sum(leaf.nbytes for leaf in self._behind if leaf.grad is None)  # which are there in the end
+            self._left_bytes = self.memory.other_bytes() - (0 if gradient is None else gradient.nbytes) + new_bytes
 
     def mark(self) -> tuple[Event, int]:
         """A mark, and the most that was allocated since the last one, above what there was at the step's start."""
@@ -222,6 +250,7 @@ class MeasuredLayer(LayerListener):
 
     def __init__(self, recorder: LayerTimes, number: int, module: torch.nn.Module) -> None:
         self.number = number
+        self.module = weakref.ref(module)  # weakly, as the layer's hooks hold this
         self.rounds: list[Marks] = []  # one for each microbatch
         self.tensors: dict[int, int] = {}  # the bytes of each storage that it saves, by the storage's address, in order
         self.peaks = {"forward": 0, "backward": 0}  # the most device memory, above that at the step's start
@@ -261,12 +290,15 @@ class MeasuredLayer(LayerListener):
         if call.recomputes or not torch.is_grad_enabled():
             return
         self._recorder.forwards += 1
+        if self._recorder.forwards == 1:
+            self._recorder.begin_layers(inputs)
+        self._recorder.last = self
         if self._recorder.paused:
             return
         first = next((tensor for tensor in tensors_in(inputs) if tensor.requires_grad), None)
         self._running = marks = Marks(ends_with_input=first is not None)
         if first is not None:
-            hook = first.register_hook(lambda _: self._end_backward(marks))
+            hook = first.register_hook(partial(self._end_backward, marks))
             self._recorder.hooks.callback(hook.remove)
         self.rounds.append(marks)
         self._recorder.running = self if len(self.rounds) == 1 else None
@@ -291,7 +323,7 @@ class MeasuredLayer(LayerListener):
             return  # another output had its gradient first
         marks.backward_reached, between_bytes = self._recorder.mark()
         marks.backward_start = self._recorder.queueing.begin("backward")
-        if self is self._recorder.layers[-1]:
+        if self is self._recorder.last:
             self._recorder.between_bytes = max(self._recorder.between_bytes, between_bytes)
         if marks.ends_with_input:
             return
@@ -307,16 +339,31 @@ class MeasuredLayer(LayerListener):
             for hook in hooks:
                 hook.remove()
             self._end_backward(marks)
+            self._recorder.end_layer()  # no backward comes after that of this layer
 
         when_backward_ends(finish)
 
-    def _end_backward(self, marks: Marks) -> None:
+    def _end_backward(self, marks: Marks, gradient: torch.Tensor | None = None) -> None:
         # A leaf that is the input of several microbatches tells each of them of each gradient.
         if marks.backward_start is not None and marks.backward_end is None:
             marks.backward_end = self._mark("backward")
             marks.host_s["backward"] = self._recorder.queueing.end("backward")
+            self._recorder.end_layer(gradient)
 
     def _mark(self, phase: str) -> Event:
         mark, most_bytes = self._recorder.mark()
         self.peaks[phase] = max(self.peaks[phase], most_bytes)
         return mark
+
+
+def _leaves_behind(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The leaves to which backward adds a gradient on its way from these tensors."""
+    waiting = [tensor.grad_fn for tensor in tensors]
+    seen = set[object]()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
+                yield leaf
+            waiting += [before for before, _ in node.next_functions]

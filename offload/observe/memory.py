@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.base.torch_private import TorchDispatchMode, dispatch_modes, set_modes, tree_leaves
 from offload.device.select import resolve_device
@@ -64,7 +65,7 @@ class CpuAllocations(TorchDispatchMode):
         super().__init__()
         self._on_change = on_change
         self.peak_bytes = 0
-        self._live_bytes = 0
+        self.live_bytes = 0
         # Weak references: the meter must not keep the storages alive that it measures.
         self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
@@ -79,7 +80,7 @@ class CpuAllocations(TorchDispatchMode):
         return result
 
     def forget_peak(self) -> None:
-        self.peak_bytes = self._live_bytes
+        self.peak_bytes = self.live_bytes
 
     def count(self, storage: torch.UntypedStorage) -> None:
         """Count a storage until it is freed."""
@@ -90,9 +91,9 @@ class CpuAllocations(TorchDispatchMode):
             weakref.finalize(storage, self._change, -nbytes).atexit = False  # at exit, nobody reads the meter
 
     def _change(self, nbytes: int) -> None:
-        self._live_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
-        self._on_change(self._live_bytes)
+        self.live_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self._on_change(self.live_bytes)
 
 
 def _storages(values: object) -> Iterator[torch.UntypedStorage]:
@@ -112,19 +113,26 @@ class MemoryPeak:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._start_bytes = 0
+        self._earlier: list[tuple[StorageWeakRef, int]] = []  # what was allocated before the start, and counts
 
     def start(self) -> None:
         """Count from now on, above what is allocated now."""
-        torch.accelerator.reset_peak_memory_stats(self._device)  # what was before may have needed more
-        self._start_bytes = torch.accelerator.memory_allocated(self._device)
+        self.begin_part()  # what was before may have needed more
+        self._start_bytes, self._earlier = self._allocated_bytes(), []
 
     def count(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Count storages that were allocated before the start, too, until they are freed."""
-        self._start_bytes -= sum(storage.nbytes() for storage in storages)
+        self._earlier = [(StorageWeakRef(storage), storage.nbytes()) for storage in storages]
+        self._start_bytes -= sum(nbytes for _, nbytes in self._earlier)
 
     def most_bytes(self) -> int:
         """The most since the start, or since :meth:`begin_part`."""
         return torch.accelerator.max_memory_allocated(self._device) - self._start_bytes
+
+    def other_bytes(self) -> int:
+        """What is allocated now beside the storages of :meth:`count`, above what was at the start."""
+        earlier_bytes = sum(nbytes for reference, nbytes in self._earlier if not reference.expired())
+        return self._allocated_bytes() - self._start_bytes - earlier_bytes
 
     def begin_part(self) -> None:
         """Forget the peak so far; bytes still count above what was allocated at the start."""
@@ -133,9 +141,12 @@ class MemoryPeak:
     def stop(self) -> None:
         """Count no more; the allocator always counts."""
 
+    def _allocated_bytes(self) -> int:
+        return torch.accelerator.memory_allocated(self._device)
+
 
 class CpuMemoryPeak(MemoryPeak):
-    """The same on the CPU: what operations of this thread return is counted, from the start to the stop."""
+    """The same on the CPU: what operations of this thread return is counted, from the first start to the stop."""
 
     costs_time = True
 
@@ -144,18 +155,22 @@ class CpuMemoryPeak(MemoryPeak):
         self._counted: _Counted | None = None
 
     def start(self) -> None:
-        self.stop()
-        self._counted = _Counted()
+        self._counted = self._counted or _Counted(self)
         # Outside of all others, which the program may leave while this one counts on.
-        set_modes([self._counted, *dispatch_modes()])
+        set_modes([self._counted, *self._other_modes()])
+        super().start()
 
     def count(self, storages: Iterable[torch.UntypedStorage]) -> None:
         if self._counted is not None:
-            for storage in storages:
+            found = list(storages)
+            before_bytes = self._counted.live_bytes
+            for storage in found:
                 self._counted.count(storage)
+            self._start_bytes += self._counted.live_bytes - before_bytes
+            super().count(found)
 
     def most_bytes(self) -> int:
-        return 0 if self._counted is None else self._counted.peak_bytes
+        return 0 if self._counted is None else self._counted.peak_bytes - self._start_bytes
 
     def begin_part(self) -> None:
         if self._counted is not None:
@@ -163,14 +178,31 @@ class CpuMemoryPeak(MemoryPeak):
 
     def stop(self) -> None:
         self._counted = None
-        # After backward, autograd enters the modes again that were entered before it.
-        others = [mode for mode in dispatch_modes() if not isinstance(mode, _Counted)]
+        others = self._other_modes()
         if len(others) < len(dispatch_modes()):
             set_modes(others)
+
+    def _other_modes(self) -> list[TorchDispatchMode]:
+        """The modes without this one, and without those that nobody reads any more.
+
+        After backward, autograd enters the modes again that were entered before it.
+        """
+        return [
+            mode
+            for mode in dispatch_modes()
+            if not (isinstance(mode, _Counted) and ((reader := mode.reader()) is self or reader is None))
+        ]
+
+    def _allocated_bytes(self) -> int:
+        return 0 if self._counted is None else self._counted.live_bytes
 
 
 class _Counted(CpuAllocations, LayerMode):
     """Next to compiled code, which remains compiled."""
+
+    def __init__(self, reader: CpuMemoryPeak) -> None:
+        super().__init__()
+        self.reader = weakref.ref(reader)
 
 
 def memory_peak(device: torch.device) -> MemoryPeak:

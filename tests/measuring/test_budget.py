@@ -2,6 +2,7 @@
 
 import logging
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -111,11 +112,48 @@ def test_the_peak_of_checkpointing_is_a_budget_that_is_met(lab: Lab, caplog: pyt
     peak_bytes(plain)
     budget = peak_bytes(plain)
     with budgeted(layers, lab, budget) as handle:
-        peaks = [peak_bytes(lambda layer, y: layer(y)) for _ in range(6)]
+        with pytest.warns(UserWarning, match="not while the layers were learned") as told:
+            peaks = [peak_bytes(lambda layer, y: layer(y)) for _ in range(6)]
         assert handle.state == "following"
     assert max(peaks[3:]) <= budget
+    assert f"a microbatch needed {format_bytes(peaks[0])}, as each layer ran twice" in str(told[0].message)
     planned = [line for line in caplog.messages if line.startswith("planned for")]
     assert len(planned) == 3  # by region, by layer, and by checkpoint: none of them failed
+
+
+class Stem(nn.Module):
+    """Saves more than a layer, and the result of its last operation as well, if it is to."""
+
+    def __init__(self, *, saves_result: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(8, 8 * WIDTH), nn.Linear(8 * WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.saves_result = saves_result
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.down(nn.functional.gelu(self.up(x))))
+        return y.tanh() if self.saves_result else y
+
+
+@pytest.mark.parametrize("case", ["normalized", "saves its result", "frozen"])
+def test_what_is_saved_before_the_first_layer_counts(case: str, lab: Lab) -> None:
+    """As in a ConvNeXt, whose stem saves 77 MiB until the end of backward."""
+    layers, _ = build("mlp", LAYERS, lab.device)
+    stem, x = Stem(saves_result=case == "saves its result"), torch.rand(16, 128, 8)
+    stem.requires_grad_(case != "frozen")
+
+    def step() -> int:
+        with offload.memory_meter(lab.device) as meter:
+            through(layers, stem(x)).square().mean().backward()
+        for one in (stem, layers):
+            one.zero_grad()
+        return meter.peak_bytes
+
+    budget = round(0.9 * step())
+    with budgeted(layers, lab, budget) as handle:
+        peaks = [step() for _ in range(6)]
+        outside = handle._hooks.missing_bytes
+    assert max(peaks[3:]) <= budget
+    assert handle.plan.peak_bytes + outside == peaks[-1]
 
 
 def test_evaluation_between_the_steps_does_not_count(lab: Lab) -> None:
@@ -385,6 +423,50 @@ def test_a_budget_that_cannot_be_met_is_said(lab: Lab) -> None:
         assert handle.plan is None
 
 
+def test_everything_is_recomputed_where_no_plan_leaves_as_little(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
+    """The measured microbatches keep to the budget, so that it is not said to be too small."""
+    caplog.set_level("INFO", "offload.measuring.follow_plan")
+    layers, _ = build("decoder", LAYERS, lab.device)
+    x = torch.rand(4, 64, WIDTH, device=lab.device)
+
+    def step() -> int:
+        layers.zero_grad()
+        with offload.memory_meter(lab.device) as meter:
+            through(layers, x * 1).square().mean().backward()
+        return meter.peak_bytes
+
+    with budgeted(layers, lab, "1GiB"):
+        _, recomputed_bytes = step(), step()
+    with budgeted(layers, lab, recomputed_bytes), pytest.warns(UserWarning, match="not while the layers were learned"):
+        assert max([step() for _ in range(6)][1:]) == recomputed_bytes
+    assert "is met by no plan" in caplog.text
+
+
+def test_a_budget_that_is_met_is_not_said_to_be_too_small(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients need most of it, so that no plan leaves much free. A peak that is 1.5% above it keeps to it."""
+    layers, _ = build("decoder", LAYERS, lab.device)
+    x = torch.rand(1, 4, WIDTH, device=lab.device)
+
+    def step() -> int:
+        layers.zero_grad()
+        with offload.memory_meter(lab.device) as meter:
+            through(layers, x * 1).square().mean().backward()
+        return meter.peak_bytes
+
+    budget = round(1.01 * step())
+    with budgeted(layers, lab, budget) as handle:
+        peaks = Peaks(monkeypatch)
+        for _ in range(3):
+            assert step() <= budget
+        plan = handle.plan
+        handle._hooks._peak = MemoryPeak(lab.device)
+        step()
+        peaks.peak_bytes = round(1.012 * budget)
+        for _ in range(3):
+            step()
+        assert handle.plan is plan is not None
+
+
 class Peaks:
     """An accelerator's memory statistics, as a test wants them."""
 
@@ -426,6 +508,33 @@ def test_what_is_needed_outside_of_the_layers_is_taken_off(
     planned = [one.partition(":")[0] for one in caplog.messages if one.startswith("planned for")]
     assert planned[-1] == f"planned for {format_bytes(budget - 1000)}"
     assert planned[2] == f"planned for {format_bytes(budget + round(SLACK * budget))}"
+
+
+@pytest.mark.usefixtures("keep_scores")
+def test_a_layer_that_proves_its_plan_later_than_others_does_not_break_the_budget(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The plan's first microbatches skip it, as LayerDrop does; when it runs, what it saves is there twice."""
+    caplog.set_level("INFO", "offload.measuring.follow_plan")
+    layers, _ = build(Masked, LAYERS, lab.device)
+    with budgeted(layers, lab, "1GiB") as handle:
+        peaks = Peaks(monkeypatch)
+        handle._hooks._peak = MemoryPeak(lab.device)
+        for ran in (layers, layers, layers[:-1], layers[:-1]):
+            masked_step(ran, 24)
+        plan = handle.plan
+        peaks.peak_bytes = 2 << 30
+        masked_step(layers, 24)
+        peaks.peak_bytes = 0
+        masked_step(layers, 24)
+        with pytest.warns(UserWarning, match=r"kept to from here on, .* a microbatch needed 2\.00 GiB"):
+            masked_step(layers, 24)
+        assert handle.plan is plan
+        assert "planned again" not in caplog.text
+        peaks.peak_bytes = 2 << 30
+        for _ in range(2):
+            masked_step(layers, 24)
+    assert "planned again" in caplog.text
 
 
 @pytest.mark.slow
@@ -513,14 +622,37 @@ def test_a_given_plan_whose_budget_is_broken_on_the_cpu_is_said_once(regions: bo
     with offload.offload_layers(layers, plan=plan, min_bytes=1, device=lab.device):
         assert max([step() for _ in range(4)][1:]) <= plan.memory_budget  # and no word
     with offload.offload_layers(layers, plan=plan, min_bytes=1, device=lab.device):
-        if regions:
-            step()  # a microbatch that learns is not counted
+        step()  # this one learns, and is not counted
         outside[0] = plan.memory_budget
         step()
         with pytest.warns(UserWarning, match="not met by the plan, which predicted .*; plan with a smaller"):
             step()
         outside[0] *= 2
         step()
+
+
+def test_what_a_plans_first_step_needs_is_said_if_that_breaks_the_budget(lab: Lab) -> None:
+    layers, _ = build("decoder", 1, lab.device)
+    x = torch.rand(4, 64, WIDTH, device=lab.device)
+
+    def step() -> int:
+        layers.zero_grad()
+        with offload.memory_meter(lab.device) as meter:
+            through(layers, x * 1).square().mean().backward()
+        return meter.peak_bytes
+
+    options: dict[str, Any] = {"min_bytes": 1, "device": lab.device}
+    profile = offload.profile_layers(layers, step, regions=True, steps=1, **options)
+    kept = frozenset(number for number, one in enumerate(profile.layers[0].regions) if one.name == "input")
+    plan = Plan(Schedule(1), profile, offload.Link(1e9, 1e9, 1.5e9), 0, (LayerPolicy(kept),))
+    plan = replace(plan, memory_budget=plan.peak_bytes)
+    with offload.offload_layers(layers, plan=plan, **options):
+        learning_bytes, later_bytes = step(), step()
+        assert learning_bytes > plan.memory_budget >= later_bytes
+        with pytest.warns(UserWarning, match="not while the layers were learned") as told:
+            step()
+        step()
+    assert f"a microbatch needed {format_bytes(learning_bytes)}" in str(told[0].message)
 
 
 @pytest.mark.gpu

@@ -39,7 +39,7 @@ def run(compare: ComparePlans, device: Device, took_s: dict[Any, float], plan: A
         plan = compare.begin_microbatch(elements, ready=True) or plan
         followed.append(plan)
         device.now_s += took_s[id(plan)] * elements / 100
-        compare.end_backward()
+        compare.end_backward(ran_all=True)
     return followed
 
 
@@ -86,7 +86,7 @@ def test_a_host_that_is_busy_for_a_moment_does_not_decide() -> None:
     for number in range(20):
         now = compare.begin_microbatch(100, ready=True) or now
         device.now_s += 1.25 if now is other else 1.35 if number < 5 else 1.0
-        compare.end_backward()
+        compare.end_backward(ran_all=True)
     assert now is regions
     assert not compare.measures
 
@@ -102,9 +102,26 @@ def test_microbatches_that_overlap_or_are_small_are_not_measured() -> None:
         assert compare.begin_microbatch(100, ready=True) is None
         assert compare.begin_microbatch(100, ready=True) is None
         device.now_s += 9.0
-        compare.end_backward()
-        compare.end_backward()
+        compare.end_backward(ran_all=True)
+        compare.end_backward(ran_all=True)
     assert compare.measures
+
+
+def test_a_microbatch_that_skips_layers_is_not_measured() -> None:
+    """Under the slower plan, every second microbatch skips most of its layers."""
+    regions, checkpoints = plan(1.0), plan(1.3)
+    now, device, followed = regions, Device(), []
+    compare = ComparePlans(device)  # type: ignore[arg-type]  # as above
+    assert compare.best({Among.REGIONS: regions, Among.CHECKPOINTS: checkpoints}, 100) is regions
+    for number in range(40):
+        now = compare.begin_microbatch(100, ready=True) or now
+        ran_all = now is regions or number % 2 == 1
+        device.now_s += (1.0 if now is regions else 1.3) * (1.0 if ran_all else 0.3)
+        compare.end_backward(ran_all=ran_all)
+        followed.append(now)
+    assert checkpoints in followed
+    assert now is regions
+    assert not compare.measures
 
 
 def test_plans_among_fewer_policies() -> None:

@@ -6,6 +6,7 @@ from models import WIDTH, assert_same, build
 from torch import nn
 
 import offload
+from offload.measuring.compare_plans import ComparePlans
 
 LAYERS = 8
 ALL: set[int] = set()
@@ -49,6 +50,30 @@ def test_a_plan_is_followed_although_each_step_skips_a_layer() -> None:
             step(layers, x, ALL)
         measured = [layer.workspace_bytes for layer in handle.plan.profile.layers]
         assert all(abs(one - other) <= x.nbytes for one, other in zip(estimated, measured, strict=True))
+
+
+def test_a_step_without_its_first_or_last_layer_is_measured_and_follows_the_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It begins with the first layer that runs, and ends although the last one has none."""
+    compared: list[bool] = []
+    monkeypatch.setattr(ComparePlans, "end_backward", lambda _, *, ran_all: compared.append(ran_all))
+    layers, _ = build("mlp", LAYERS, torch.device("cpu"))
+    x = torch.rand(4, 64, WIDTH)
+    budget = round(0.55 * step(layers, x, ALL)[1])
+    with offload.offload_layers(layers, memory_budget=budget, min_bytes=1, device="cpu") as handle:
+        for skipped in ({LAYERS - 1}, {0}, {0, LAYERS - 1}):
+            step(layers, x, skipped, outside_bytes=1000)
+            assert handle.state == "measuring"
+        for skipped in ({0, 1}, {LAYERS - 1}, {0, LAYERS - 1}, ALL, ALL):
+            found, peak_bytes = step(layers, x, skipped)
+            assert handle.state == "following"
+        assert handle.plan is not None
+        assert peak_bytes <= budget
+        handle.remove()
+        assert_same(step(layers, x, ALL)[0], found)
+        assert handle.plan.profile.loss_bytes >= 1000
+    assert compared == [False] * 6 + [True] * 2  # only these may tell how long a plan takes
 
 
 def test_a_budget_that_is_broken_once_no_layer_is_skipped_is_said() -> None:

@@ -28,6 +28,8 @@ class Report:
     budget: int = 0
     peak: int = 0
     """The highest peak of the last three steps under ``memory_budget``."""
+    highest: int = 0
+    """The highest peak of all steps, of which the first ones are measured."""
     planned: int = 0
     """The highest peak of the last steps under ``plan``; 0 where there is no such plan."""
     messages: list[str] = field(default_factory=list)
@@ -77,15 +79,15 @@ KINDS: dict[str, type[Any]] = {"mlp": Mlp, "attention": Attention, "convolution"
 
 
 class Model(nn.Module):
-    """An embedding, layers and a loss over a vocabulary, as language models have them."""
+    """An embedding, layers and a loss over a vocabulary, as language models have them; perhaps a stem, as others do."""
 
-    def __init__(self, layers: list[nn.Module], width: int, vocabulary: int) -> None:
+    def __init__(self, layers: list[nn.Module], width: int, vocabulary: int, stem: nn.Module) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary)
-        self.layers = nn.ModuleList(layers)
+        self.stem, self.layers = stem, nn.ModuleList(layers)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
+        x = self.stem(self.embed(tokens))
         for layer in self.layers:
             x = layer(x)
         return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
@@ -95,13 +97,15 @@ def build(seed: int) -> tuple[Model, torch.Tensor, str, float]:
     """A model, its input, what it is in words, and which part of the free peak the budget is."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    width, count = rng.choice([16, 32, 64, 128]), rng.randint(3, 10)
+    width, count = rng.choice([16, 32, 64, 128]), rng.randint(1, 10)
     rows, length = rng.randint(1, 4), rng.choice([16, 64, 128])
     vocabulary = rng.choice([16, 128, 512])
     kinds = rng.choices(list(KINDS), k=count) if rng.random() < 0.4 else [rng.choice(list(KINDS))] * count
-    model = Model([KINDS[kind](width) for kind in kinds], width, vocabulary)
+    stem = Mlp(width) if rng.random() < 0.4 else nn.Identity()
+    model = Model([KINDS[kind](width) for kind in kinds], width, vocabulary, stem)
     tokens = torch.randint(vocabulary, (rows, length))
-    words = f"{count} x {'+'.join(sorted(set(kinds)))}, width {width}, {rows} x {length} tokens of {vocabulary}"
+    names = f"{type(stem).__name__}, {count} x {'+'.join(sorted(set(kinds)))}"
+    words = f"{names}, width {width}, {rows} x {length} tokens of {vocabulary}"
     return model, tokens, words, rng.uniform(0.35, 1.1)
 
 
@@ -125,12 +129,12 @@ def check(seed: int) -> Report:
         warnings.simplefilter("always")
         with offload.offload_layers(model.layers, memory_budget=budget, min_bytes=1, device="cpu"):
             peaks = [step(model, tokens, optimizer) for _ in range(STEPS)]
-    report.peak = max(peaks[-3:])
+    report.peak, report.highest = max(peaks[-3:]), max(peaks)
     report.messages = [str(one.message) for one in told if "memory_budget" in str(one.message)]
     if len(report.messages) > 1:
         report.wrong = "more than one message"
-    elif report.peak > (1 + TOLERANCE) * budget and not report.messages:
-        report.wrong = f"memory_budget: {report.peak / budget:.3f} of the budget without a message"
+    elif report.highest > (1 + TOLERANCE) * budget and not report.messages:
+        report.wrong = f"memory_budget: {report.highest / budget:.3f} of the budget without a message"
     try:
         profile = offload.profile_layers(
             model.layers, lambda: step(model, tokens, optimizer), min_bytes=1, device="cpu", regions=True, steps=1
@@ -142,9 +146,10 @@ def check(seed: int) -> Report:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         with offload.offload_layers(model.layers, plan=plan, min_bytes=1, device="cpu"):
-            report.planned = max([step(model, tokens, optimizer) for _ in range(4)][1:])
-    said = [str(one.message) for one in told if "not met by the plan" in str(one.message)]
+            learning, *peaks = [step(model, tokens, optimizer) for _ in range(4)]
+    report.planned = max(peaks)
+    said = [str(one.message) for one in told if "memory_budget" in str(one.message)]
     report.messages += said
-    if (report.planned > (1 + TOLERANCE) * budget) != bool(said) and not report.wrong:
+    if (max(learning, *peaks) > (1 + TOLERANCE) * budget) != bool(said) and not report.wrong:
         report.wrong = f"plan: {report.planned / budget:.3f} of the budget, {plan.peak_bytes / budget:.3f} predicted"
     return report
