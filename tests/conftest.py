@@ -57,14 +57,16 @@ LONG_FILES = (
     "test_docs.py",
     "test_examples.py",
     "test_browser.py",
-    "test_planner.py",
     "test_operations.py",
-    "test_compiled.py",
-    "test_tiled_mlp.py",
-    "test_weights.py",
-    "test_faults.py",
+    "test_prepare.py",
+    "test_planner.py",
     "test_notebooks.py",
-    "test_regions.py",
+    "test_compiled_budget.py",
+    "test_compiled.py",
+    "test_plan_command.py",
+    "test_benchmarks.py",
+    "test_budget.py",
+    "test_count.py",
 )
 
 
@@ -76,6 +78,7 @@ FORKED = (
     "test_pipelining.py",
     "test_data_parallel.py",
     "test_data_parallel_policies.py",
+    "test_on_two_ranks.py",
     "test_types.py",
 )
 """Whose scripts are forked from a process that has imported PyTorch and the trainers: one, as one worker runs them."""

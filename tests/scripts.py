@@ -37,10 +37,7 @@ TORCH = (
     "matplotlib.figure",
     "pytest",
 )
-"""What training in several processes imports in any case, and much of it any optimizer; what draws, and what tests.
-
-One list for all scripts, so that they are forked from one process.
-"""
+"""What training in several processes imports in any case, and much of it any optimizer; what draws, and what tests."""
 TRAINERS = ("transformers.models.llama.modeling_llama", "transformers.trainer", "trl.trainer.sft_trainer", "lightning")
 """What trainers bring, beside that."""
 
@@ -83,7 +80,7 @@ def run_scripts(
             for number, (script, variables) in enumerate(zip(scripts, environments, strict=True))
         ]
         if all(variables.get("CUDA_VISIBLE_DEVICES") == "" for variables in environments):
-            codes = _nursery(tuple(imported)).run(request, timeout_s)
+            codes = _nursery.run(imported, request, timeout_s)
         else:
             codes = _run_afresh(request, timeout_s)
         return [Done(code, Path(one["output"]).read_text("utf-8")) for code, one in zip(codes, request, strict=True)]
@@ -111,37 +108,30 @@ def _run_afresh(request: list[dict[str, Any]], timeout_s: float) -> list[int]:
             process.kill()
 
 
-_nurseries: dict[tuple[str, ...], _Nursery] = {}
-
-
-def _nursery(imported: tuple[str, ...]) -> _Nursery:
-    """One that has imported these modules first: what it has imported beside them saves another one's start."""
-    fitting = (nursery for names, nursery in _nurseries.items() if names[: len(imported)] == imported)
-    return next(fitting, None) or _nurseries.setdefault(imported, _Nursery(imported))
-
-
 class _Nursery:
-    """The process that scripts are forked from; started again when it had to be killed."""
+    """The process that scripts are forked from; started again when it had to be killed.
 
-    def __init__(self, imported: Sequence[str]) -> None:
-        self._command = [sys.executable, *STRICT, __file__, *imported]
+    What it has imported for some scripts, others find there as well.
+    """
+
+    def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
         atexit.register(self._stop)
 
-    def run(self, request: list[dict[str, Any]], timeout_s: float) -> list[int]:
+    def run(self, imported: Sequence[str], request: list[dict[str, Any]], timeout_s: float) -> list[int]:
         if self._process is None:
             variables = os.environ | NO_GPU | {"OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}
-            self._process = subprocess.Popen(self._command, text=True, env=variables, **pipes)
+            self._process = subprocess.Popen([sys.executable, *STRICT, __file__], text=True, env=variables, **pipes)
         answers = self._process.stdout
-        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.write(json.dumps([*imported]) + "\t" + json.dumps(request) + "\n")
         self._process.stdin.flush()
         try:
             if not select.select([answers], [], [], timeout_s)[0]:
                 raise TimeoutError(f"not done after {timeout_s:.0f} s: {[one['script'] for one in request]}")
             answer = answers.readline()
             if not answer:
-                raise RuntimeError(f"{' '.join(self._command)} has failed")
+                raise RuntimeError(f"the process that imports {', '.join(imported)} has failed")
             codes: list[int] = json.loads(answer)
         except BaseException:
             self._stop()
@@ -155,11 +145,21 @@ class _Nursery:
             self._process = None
 
 
+_nursery = _Nursery()
+
+
 def _serve(answers: int) -> dict[str, Any]:
-    """Fork the scripts of each request; returns in the forks, with what to become."""
+    """Import what each request names, and fork its scripts; returns in the forks, with what to become."""
     for line in sys.stdin:
+        imported, request = map(json.loads, line.split("\t"))
+        if missing := [name for name in imported if name not in sys.modules]:
+            for name in missing:
+                importlib.import_module(name)
+            # A fork that looked through all this, if only to end, would copy it: a second each.
+            gc.collect()
+            gc.freeze()
         children = []
-        for one in json.loads(line):
+        for one in request:
             child = os.fork()
             if not child:
                 os.close(answers)
@@ -196,9 +196,4 @@ if __name__ == "__main__":
     # What modules print while they are imported is no answer.
     answers = os.dup(1)
     os.dup2(2, 1)
-    for name in sys.argv[1:]:
-        importlib.import_module(name)
-    # A fork that looked through all this, if only to end, would copy it: a second each.
-    gc.collect()
-    gc.freeze()
     _become(_serve(answers))

@@ -131,8 +131,7 @@ def with_trainers(page: Path) -> bool:
     return "from transformers" in page.read_text("utf-8")
 
 
-# The process that has imported the trainers serves the other pages, too.
-PAGES_WITH_CODE = sorted(filter(has_code, PAGES), key=with_trainers, reverse=True)
+PAGES_WITH_CODE = [*filter(has_code, PAGES)]
 
 
 @pytest.mark.slow
