@@ -47,7 +47,8 @@ def second_run(trace: Trace, dropped: Collection[int], *, draws: bool = True) ->
         executed = needed | _unseen(trace)
         if zone >= 0:
             executed |= set(range(zone, len(steps)))
-        executed |= _draws_before(trace, executed)
+        if draws:
+            executed |= _draws_before(trace, executed)
         read = [(storage, time) for time in executed for storage in trace.steps[time].reads]
         executed = _demand(trace, read, executed, suppliers)
         # What an executed operation makes or writes need not or must not be handed over. That is so as well of what is
@@ -110,7 +111,7 @@ def _unseen(trace: Trace) -> set[int]:
 
 
 def _draws_before(trace: Trace, executed: Collection[int]) -> set[int]:
-    """Operations that must advance a generator for a later one that draws."""
-    last = max((time for time in executed if trace.steps[time].draws), default=-1)
-    steps = enumerate(trace.steps[: max(0, last)])
-    return {time for time, step in steps if step.draws or step.operation.custom}
+    """Operations that must advance a generator for a later one that draws. Those of others may draw unsaid."""
+    may_draw = {time for time, step in enumerate(trace.steps) if step.draws or step.operation.custom}
+    last = max(may_draw.intersection(executed), default=-1)
+    return {time for time in may_draw if time < last}

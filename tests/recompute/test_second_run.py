@@ -725,6 +725,21 @@ def test_what_draws_and_is_kept_runs_again_before_what_draws(
         assert handle.regions(0)["tanh"] == "recompute"
 
 
+@pytest.mark.parametrize("draws_at_first", [False, True])
+def test_what_draws_and_is_kept_runs_again_before_what_may_draw(draws_at_first: bool, lab: Lab) -> None:
+    """Nothing says that the operation behind it draws, which it may begin to do later."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        first = x * torch.empty_like(x).bernoulli_()
+        return first.sin() - drawn_later(x + 1).tanh()
+
+    layers, x = functions(function, lab)
+    with offloaded(layers, lab, {"bernoulli_": "keep", "mul": "keep", "*": "recompute"}) as handle:
+        for DRAWS[0] in (draws_at_first, draws_at_first, True, True):
+            assert_same(step(functions(function, lab)[0], x), step(layers, x))
+        assert handle.regions(0)["tanh"] == "recompute"
+
+
 _COUNT = [0]
 
 
