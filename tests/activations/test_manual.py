@@ -188,6 +188,32 @@ def test_a_thread_that_needs_a_layer_while_its_reload_begins_starts_no_other(mon
     assert stats.late_reloads == 0
 
 
+def test_a_tensor_that_is_resized_while_its_reload_begins(monkeypatch):
+    """The program lets the memory go in one thread, when backward in another one has its own already."""
+    leaf, factor = (torch.linspace(1, 2, MIN_BYTES, requires_grad=needs) for needs in (True, False))
+    expected = [factor.clone()]
+    context, sync, controller = manual()
+    with context:
+        loss = (leaf * factor).sum()
+    loss = sync(loss)
+    controller.start_offload_layer(0)
+    controller.release_activation_forward_gpu_memory(0)
+    backend = get_backend("cpu")
+    begun, empty = threading.Event(), backend.empty
+
+    def slow_empty(nbytes):
+        begun.set()
+        time.sleep(0.1)
+        return empty(nbytes)
+
+    monkeypatch.setattr(backend, "empty", slow_empty)
+    with ThreadPoolExecutor(1) as threads:
+        found = threads.submit(torch.autograd.grad, loss, leaf)
+        assert begun.wait(10)
+        factor.untyped_storage().resize_(0)
+        assert_same(expected, found.result())
+
+
 def test_late_reload_is_correct_and_counted(layers, inputs):
     expected = expected_gradients(layers, inputs[:1])
     context, sync, controller = manual()

@@ -13,12 +13,10 @@ from ranks import true_in_a_child
 from saving import FLOAT8, assert_identical, finish_copies, normal, nothing, round_trip, run
 from torch import nn
 from torch.autograd import forward_ad
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import offload
 from offload import Schedule
-from offload.activations.saved_storage import probing
 
 # Layers that keep what they save are the point of many tests here.
 pytestmark = [pytest.mark.usefixtures("adverse"), pytest.mark.filterwarnings("ignore:a whole round of")]
@@ -465,23 +463,33 @@ def test_parts_of_a_storage_that_count_their_changes_for_themselves(
         assert torch.equal(before, after[0])
 
 
-def test_backward_in_another_thread_while_versions_are_compared(lab: Lab, x: torch.Tensor) -> None:
-    saved = normal(8, 12).to(lab.device)
+def test_backward_in_another_thread_while_versions_are_compared(
+    lab: Lab, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second layer saves the tensor once more, and changes its version for a moment."""
+    saved = normal(8, 12).to(lab.device).add_(1)
     offloaded = offloading(1, 3, lab.device)
-    loss = offloaded.forward([lambda y: save(y, lambda _: None, saved), torch.neg, torch.neg], x).sum()
+    first = offloaded.layer(lambda y: save(y, lambda _: None, saved), x)
     errors: list[BaseException] = []
+    increment_version, changed = torch.autograd.graph.increment_version, threading.Event()
 
     def backward() -> None:
+        changed.wait(10)
         try:
-            loss.backward()
+            first.sum().backward()
         except RuntimeError as error:
             errors.append(error)
 
-    thread = threading.Thread(target=backward)
-    with probing, _unsafe_preserve_version_counter(saved):
-        torch.autograd.graph.increment_version(saved)
-        thread.start()
+    def increment_and_wait(tensor: torch.Tensor) -> None:
+        increment_version(tensor)
+        changed.set()
         thread.join(0.1)
+
+    monkeypatch.setattr(torch.autograd.graph, "increment_version", increment_and_wait)
+    thread = threading.Thread(target=backward)
+    thread.start()
+    offloaded.layer(lambda y: save(y, lambda _: None, saved), first)
+    assert changed.is_set()
     thread.join()
     assert not errors
 

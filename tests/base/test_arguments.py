@@ -86,6 +86,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: offloaded(layers(), policies={}), ValueError, "policies must hold a pattern"),
     (lambda: offloaded(layers(), "auto", policies={"*": "keep"}), ValueError, "num_layers=.auto. excludes"),
     (lambda: WhileTraining(2, memory_budget="1GiB"), ValueError, "memory_budget excludes num_layers"),
+    (lambda: WhileTraining(-3), ValueError, "num_layers must be at least 0, got -3"),
     (lambda: WhileTraining(memory_budget=0), ValueError, "memory_budget must be more than 0 bytes"),
     (lambda: WhileTraining(policies={"*": "drop"}), ValueError, "a policy must be one of 'keep'"),
     (lambda: offload.stream_weights(3), TypeError, LAYERS_WANTED + "3"),
