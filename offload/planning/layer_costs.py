@@ -12,7 +12,7 @@ freed in the order of compute, whenever that is.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -43,6 +43,10 @@ class LayerRegions:
     def __init__(self, regions: tuple[RegionProfile, ...]) -> None:
         self._regions, self._inputs, self._saved = regions, inputs_of(regions), saved_of(regions)
         self._first = [operation_of(regions, number) for number in range(len(regions))]
+        self._readers: list[list[int]] = [[] for _ in regions]
+        for number, region in enumerate(regions):
+            for read in region.reads:
+                self._readers[read].append(number)
         available: set[int] = set()  # in backward: kept, recomputed, or an input
         needed: set[int] = set()
         for number, region in enumerate(regions):
@@ -72,11 +76,42 @@ class LayerRegions:
         recompute_s = math.fsum(regions[first].seconds for first in {self._first[number] for number in rerun})
         return RegionCosts(held, dropped, tuple(sorted(rerun)), kept_bytes, recompute_s)
 
+    def freed_after(self, numbers: Iterable[int], last: int) -> list[int]:
+        """The bytes of regions of these numbers, by the last operation that reads them, if ``last`` is the last one."""
+        freed = [0] * (last + 1)
+        for number in numbers:
+            reader = next((one for one in reversed(self._readers[number]) if one <= last), number)
+            freed[reader] += self._regions[number].nbytes
+        return freed
+
+    def second_run(self, costs: RegionCosts, places: dict[int, int]) -> Piece:
+        """The second run of forward: up to the last dropped region, once everything before that is reloaded."""
+        # Results of skipped operations take memory, too, unless they are handed over. A result that is not dropped is
+        # freed after the last operation that reads it, and the layer's inputs at the end, unless autograd saves them.
+        regions, last = self._regions, costs.rerun[-1]
+        operations = {self._first[number] for number in costs.rerun}
+        made = {one for one in range(last + 1) if one not in costs.kept or self._first[one] in operations}
+        freed = self.freed_after(made - costs.dropped, last)
+        held = most = 0
+        for number in range(last + 1):
+            held += regions[number].nbytes if number in made else 0
+            most = max(most, held)
+            held -= freed[number]
+        inputs = sum(regions[number].nbytes for number in costs.kept if not regions[number].saved)
+        awaited = [place for number, place in places.items() if number < last]
+        return Piece("recompute", costs.recompute_s, most, most - held + inputs, awaits=min(awaited, default=None))
+
+
+@lru_cache(maxsize=256)
+def layer_regions(regions: tuple[RegionProfile, ...]) -> LayerRegions:
+    """The same, found once."""
+    return LayerRegions(regions)
+
 
 @lru_cache(maxsize=4096)
 def region_costs(regions: tuple[RegionProfile, ...], kept: frozenset[int]) -> RegionCosts:
     """What a layer's regions cost if ``kept`` are kept. A region that cannot be recomputed is kept, too."""
-    return LayerRegions(regions).costs(kept)
+    return layer_regions(regions).costs(kept)
 
 
 def saved_of(regions: Sequence[RegionProfile]) -> frozenset[int]:
@@ -119,6 +154,12 @@ def ways_of(regions: tuple[RegionProfile, ...]) -> list[RegionCosts]:
         if not best or way.recompute_s < best[-1].recompute_s:
             best.append(way)
     return best if best[-1].kept == everything.kept else [*best, everything]
+
+
+def ends_of(regions: tuple[RegionProfile, ...]) -> list[RegionCosts]:
+    """The first and the last of these sets: nothing is kept, and all that is saved; that alone if it is no larger."""
+    nothing, everything = region_costs(regions, frozenset()), region_costs(regions, saved_of(regions))
+    return [nothing, everything] if nothing.kept_bytes < everything.kept_bytes else [everything]
 
 
 def gain(before: RegionCosts, after: RegionCosts) -> float:
@@ -170,7 +211,7 @@ class LayerCosts(NamedTuple):
     host_s: float  # the host's seconds, beside those of the device
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=64)  # of more, those of layers with hundreds of regions would be many objects for the collector
 def layer_pieces(layer: LayerProfile, policy: LayerPolicy | None = None, *, offloads: bool) -> LayerPieces:
     """Forward and backward of a layer in pieces, whose seconds are shared as the operations share those of forward."""
     # Without a policy, everything that the layer saves is kept, or offloaded. If the layer is not offloaded, all that
@@ -178,13 +219,14 @@ def layer_pieces(layer: LayerProfile, policy: LayerPolicy | None = None, *, offl
     regions, host = layer.known_regions(), layer.host
     if policy is None or not layer.regions:
         policy = LayerPolicy(saved_of(regions), saved_of(regions))
-    costs = region_costs(regions, policy.kept)
+    known = layer_regions(regions)
+    costs = known.costs(policy.kept)
     total_s = math.fsum(region.seconds for region in regions)
     shares = [region.seconds / total_s if total_s else 1 / len(regions) for region in regions]
     moving = [number for number in sorted(policy.offloaded & costs.kept) if offloads and regions[number].nbytes]
     places = {number: place for place, number in enumerate(moving)}
     held = costs.kept | costs.dropped
-    freed = _freed_after(regions, costs.dropped)
+    freed = known.freed_after(costs.dropped, len(regions) - 1)
     forward, backward = [], []
     for number, (region, share) in enumerate(zip(regions, shares, strict=True)):
         nbytes = region.nbytes if number in held else 0
@@ -192,7 +234,7 @@ def layer_pieces(layer: LayerProfile, policy: LayerPolicy | None = None, *, offl
         saved_bytes, awaits = (nbytes, places.get(number)) if region.saved else (0, None)
         backward.append(Piece("backward", share * layer.backward_s, freed_bytes=saved_bytes, awaits=awaits))
     if costs.dropped:
-        backward.append(_recompute(regions, costs, places))
+        backward.append(known.second_run(costs, places))
     return LayerPieces(
         forward,
         backward[::-1],
@@ -200,31 +242,6 @@ def layer_pieces(layer: LayerProfile, policy: LayerPolicy | None = None, *, offl
         host.kept_s
         + (host.policy_s if offloads or costs.dropped else 0.0)
         + (host.second_run_s if costs.dropped else 0.0),
-    )
-
-
-def _freed_after(regions: Sequence[RegionProfile], numbers: Iterable[int]) -> Counter[int]:
-    """The bytes of regions of these numbers, by the last operation that reads them."""
-    last_reader = {read: number for number, region in enumerate(regions) for read in region.reads}
-    freed: Counter[int] = Counter()
-    for number in numbers:
-        freed[last_reader.get(number, number)] += regions[number].nbytes
-    return freed
-
-
-def _recompute(regions: Sequence[RegionProfile], costs: RegionCosts, places: dict[int, int]) -> Piece:
-    """The second run of forward: up to the last dropped region, once everything before that is reloaded."""
-    # Results of skipped operations take memory, too, unless they are handed over. A result that is not dropped is freed
-    # after the last operation that reads it, and the layer's inputs at the end, unless autograd saves them.
-    last = costs.rerun[-1]
-    operations = {operation_of(regions, number) for number in costs.rerun}
-    made = {one for one in range(last + 1) if one not in costs.kept or operation_of(regions, one) in operations}
-    freed = _freed_after(regions[: last + 1], made - costs.dropped)
-    run = [Piece("recompute", 0.0, regions[n].nbytes if n in made else 0, freed[n]) for n in range(last + 1)]
-    most, inputs = _peak_bytes(run), sum(regions[n].nbytes for n in costs.kept if not regions[n].saved)
-    awaited = [place for number, place in places.items() if number < last]
-    return Piece(
-        "recompute", costs.recompute_s, most, most - _held_bytes(run) + inputs, awaits=min(awaited, default=None)
     )
 
 

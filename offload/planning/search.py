@@ -26,10 +26,10 @@ from typing import NamedTuple
 from offload.planning.layer_costs import (
     LayerCosts,
     RegionCosts,
+    ends_of,
     gain,
     layer_costs,
     peak_bytes,
-    region_costs,
     step_s,
     ways_of,
 )
@@ -134,9 +134,7 @@ class Search:
         for numbers in layers_of_kinds(profile):
             alike = zip(*(profile.layers[number].regions for number in numbers), strict=True)
             regions = tuple(replace(same[0], seconds=fmean(one.seconds for one in same)) for same in alike)
-            found = ways_of(regions) if regions else []
-            if among is not Among.REGIONS:
-                found = [region_costs(regions, frozenset()), found[-1]] if len(found) > 1 else found
+            found = [] if not regions else ways_of(regions) if among is Among.REGIONS else ends_of(regions)
             for number in numbers:
                 self.ways[number] = [*(LayerPolicy(way.kept, way.kept) for way in found[:-1]), None]
             rises += ((gained, way, numbers) for gained, way in _convex(found))
