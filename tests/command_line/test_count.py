@@ -51,7 +51,7 @@ def edges_of(layer):
             {"num_key_value_heads": 1, "head_dim": 16},
             600,
         ),  # tensors that are too small, and inputs
-        ("qwen2", "bfloat16", {}, 1),  # with biases
+        ("phi", "bfloat16", {"resid_pdrop": 0.1}, 1),  # with biases, and results that dropout fills in place
         ("qwen3", "bfloat16", {"head_dim": 16}, 1),  # norms of queries and keys
         ("gemma2", "float32", {"head_dim": 8, "sliding_window": 8}, 1),  # windows, soft caps
         ("arcee", "float32", {"hidden_act": "gelu"}, 1),  # an MLP without a gate

@@ -21,7 +21,6 @@ from offload.planning.simulate import simulate
 from offload.schedule.schedule import Schedule
 
 GIB = 1 << 30
-FAST = Link(1e30, 1e30, 2e30)
 PCIE = Link(55.4e9, 55.5e9, 101.6e9)
 
 
