@@ -166,10 +166,11 @@ def plan_pipeline(
 
     found = [step.choose(link, is_enough)]
     if budget_bytes is not None and not is_enough(found[0]):
-        limit_bytes = max(limit_bytes, step.peak_bytes(step.choose(INSTANT_LINK, is_enough)))
-        slower = (RankStep(order, _slower(order, profile, wait * step.start_s[-1]), parts) for wait in WAITS)
+        at_once = step.choose(INSTANT_LINK, is_enough)
+        waits = WAITS if is_enough(at_once) else ()
+        slower = (RankStep(order, _slower(order, profile, wait * step.start_s[-1]), parts) for wait in waits)
         waiting = (slow.choose(link, is_enough) for slow in slower)
-        found = [*islice(filter(is_enough, waiting), LONGER_WAITS), step.choose(INSTANT_LINK, is_enough)]
+        found = [*islice(filter(is_enough, waiting), LONGER_WAITS), at_once]
     plans = []
     for absent in found:
         relaxed = step.relax(absent, max(limit_bytes, step.peak_bytes(absent)))
