@@ -91,7 +91,12 @@ def region_layers(draw) -> LayerProfile:
     forward_s, backward_s = draw(st.integers(1, 50)) / 1e3, draw(st.integers(1, 50)) / 1e3
     host = HostSeconds(*draw(st.just(()) | st.tuples(*[st.integers(0, 100).map(lambda ms: ms / 1e3)] * 3)))
     return LayerProfile.from_regions(
-        regions, forward_s, backward_s, workspace_bytes=draw(st.integers(0, 50)) * (1 << 20), host=host
+        regions,
+        forward_s,
+        backward_s,
+        workspace_bytes=draw(st.integers(0, 50)) * (1 << 20),
+        freed_sooner_bytes=draw(st.integers(0, 50)) * (1 << 20),
+        host=host,
     )
 
 

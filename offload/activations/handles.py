@@ -128,7 +128,7 @@ class DroppedHandle(SavedHandle):
             return self.view
         tensor = self.frame.tensor(self.number)
         # Else it would be there until the graph goes, or, as all that a node has saved, until its gradients are summed.
-        if not (keeps_graph() or asks_once()):
+        if not keeps_graph() and (self.frame.holds or not asks_once()):
             self.view = tensor
         return tensor
 

@@ -101,6 +101,7 @@ class RegionSet(ActivationSet):
             self._begin_learning(layer, frame, inputs, given)
         else:
             frame.replay = replay
+            frame.holds = policies.holds
             if policies.clock is not None:
                 frame.timed = policies.timed
             self._proves = replay.hands_over and way.unproven_sizes > 0 if self._sized else not way.proven

@@ -27,10 +27,10 @@ from offload.measuring.layer_times import LayerTimes
 from offload.measuring.measure_link import measure_link
 from offload.measuring.memory_left import DeviceLeft, GivenMemory, MemoryLeft, allocated_bytes
 from offload.measuring.profile_layers import (
+    hold_some,
     learned_profile,
     learning_policies,
     learning_schedule,
-    recompute_all,
     time_second_runs,
 )
 from offload.measuring.sizes import CostsBySize, Inputs, Size, given_to, is_within
@@ -177,6 +177,7 @@ class FollowPlan(WatchedLayers):
             for layer in self._layers
         ]
         self.plan, self._keeps_all, self._watches, self._peak_bytes = None, False, True, 0
+        hold_some(self._policies)
         time_second_runs(self._policies, self._backend)
         self._times.start(self._peak)
 
@@ -328,15 +329,14 @@ class FollowPlan(WatchedLayers):
             self._times.pause()  # its times are no use
             return
         regions = self._costs.regions_at(self._timed_inputs)
-        profile, num_layers = learned_profile(self._policies, regions, self._times)
-        layers = costs_of(profile, self.link, range(num_layers), recompute_all(profile))
-        expected, self.measured_bytes = peak_bytes(layers, num_layers, profile.loss_bytes), self._peak_bytes
+        profile, expected = learned_profile(self._policies, regions, self._times)
+        self.measured_bytes = self._peak_bytes
         timed = dict(zip(ran, profile.layers, strict=True))
         every = _with_skipped(timed, kinds, self._new_gradients)
         profile = replace(profile, layers=every, other_s=self._times.between_s(now))
         self._times.pause()
         for one in self._policies:
-            one.clock = None
+            one.clock, one.holds = None, False
         self._ask_what_is_left()
         self._recomputed_fits = len(ran) == len(kinds) and self.measured_bytes <= self._budget
         self._costs.add(self._timed_inputs, profile, max(0, self._peak_bytes - expected))

@@ -6,6 +6,7 @@ import logging
 import math
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -21,8 +22,9 @@ from offload.device.backend import Backend
 from offload.device.select import get_backend
 from offload.measuring.layer_times import LayerTimes, MeasuredLayer
 from offload.observe.memory import memory_peak
-from offload.planning.layer_costs import region_costs, with_workspace
-from offload.planning.profile import HostSeconds, LayerProfile, Profile
+from offload.planning.layer_costs import costs_of, peak_bytes, region_costs, with_workspace
+from offload.planning.profile import HostSeconds, LayerProfile, Link, Profile
+from offload.planning.search import layers_of_kinds
 from offload.recompute.costs import LayerPolicy, RegionProfile
 from offload.recompute.layer_policies import LayerPolicies
 from offload.recompute.policies import Policy
@@ -114,6 +116,7 @@ def _measure_recomputed(
     with HookedLayers(modules, context):
         step()
         with LayerTimes(modules, backend) as times:
+            hold_some(policies)
             times.start(memory_peak(backend.device))
             step()
             time_second_runs(policies, backend)
@@ -122,6 +125,16 @@ def _measure_recomputed(
         layer.check_ran()
     profile, _ = learned_profile(policies, [one.costs for one in policies], times)
     return replace(profile, other_s=times.other_s())
+
+
+def hold_some(policies: Iterable[LayerPolicies]) -> None:
+    """Let every other layer of a kind hold what it recomputes as long as what it keeps: what that needs is measured."""
+    kinds: defaultdict[object, list[LayerPolicies]] = defaultdict(list)
+    for one in policies:
+        kinds[tuple((region.name, region.nbytes) for region in one.costs)].append(one)
+    for alike in kinds.values():
+        for place, one in enumerate(alike):
+            one.holds = place % 2 == 0 or len(alike) < 3
 
 
 def time_second_runs(policies: Iterable[LayerPolicies], backend: Backend) -> None:
@@ -152,7 +165,7 @@ def learned_profile(
     """What the layers with these regions cost if nothing is recomputed, from steps in which everything is.
 
     Returns:
-        The profile of the layers that ran, and how many of them were offloaded.
+        The profile of the layers that ran, and the most that these need in such a step.
     """
     # The regions' seconds are those of the second runs in these steps, as each region would share them. An operation
     # that is timed alone, behind a pause, takes another time than in a row.
@@ -176,7 +189,28 @@ def learned_profile(
         layers.append(LayerProfile.from_regions(timed, forward_s, max(forward_s, backward_s - run_s), host=host))
     profile = Profile(tuple(layers), times.loss_s())
     num_layers = len({*learning_schedule(len(policies)).offloaded_layers} & {*times.ran})
-    return with_workspace(profile, times.peaks(), num_layers, recompute_all(profile)), num_layers
+    profile = with_workspace(profile, times.peaks(), num_layers, recompute_all(profile))
+    recomputed = costs_of(profile, Link(1.0, 1.0, 1.0), range(num_layers), recompute_all(profile))
+    holds = [one.holds for one, _ in ran]
+    return _with_freed_sooner(profile, holds), peak_bytes(recomputed, num_layers, profile.loss_bytes)
+
+
+def _with_freed_sooner(profile: Profile, holds: Sequence[bool]) -> Profile:
+    """With what layers need less if they are recomputed as a whole, from layers that have held that and others."""
+    layers = [*profile.layers]
+    for numbers in layers_of_kinds(profile):
+        # Each is compared with both of its neighbours: gradients and small tensors add up from layer to layer.
+        needed = [(layers[number].workspace_bytes, holds[number]) for number in numbers]
+        differences = [
+            (1 if held else -1) * (nbytes - (before + after) / 2)
+            for (before, first), (nbytes, held), (after, last) in zip(needed, needed[1:], needed[2:], strict=False)
+            if first is last is not held
+        ]
+        sooner = max(0, round(statistics.median(differences or [0.0])))
+        for number, (nbytes, held) in zip(numbers, needed, strict=True):
+            workspace_bytes = nbytes + (0 if held else sooner)
+            layers[number] = replace(layers[number], workspace_bytes=workspace_bytes, freed_sooner_bytes=sooner)
+    return replace(profile, layers=tuple(layers))
 
 
 def _host_seconds(policies: Sequence[LayerPolicies], times: LayerTimes) -> Iterator[HostSeconds]:

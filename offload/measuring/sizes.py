@@ -153,6 +153,7 @@ class CostsBySize:
                     line("backward_s"),
                     workspace_bytes=round(line("workspace_bytes")),
                     forward_workspace_bytes=round(line("forward_workspace_bytes")),
+                    freed_sooner_bytes=round(line("freed_sooner_bytes")),
                     host=timed[-1].host,
                 )
             )

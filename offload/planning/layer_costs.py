@@ -187,6 +187,7 @@ class LayerPieces(NamedTuple):
     forward: list[Piece]
     backward: list[Piece]  # recomputation first, if anything was dropped; then the last operation of forward first
     offloaded: list[int]  # the bytes of each offloaded tensor, in the order of saving
+    workspace_bytes: int  # what else backward needs
     host_s: float  # the host's seconds
 
 
@@ -239,6 +240,8 @@ def layer_pieces(layer: LayerProfile, policy: LayerPolicy | None = None, *, offl
         forward,
         backward[::-1],
         [regions[number].nbytes for number in moving],
+        # PyTorch holds what a node has saved while it sums the node's gradients, but not what is recomputed for it.
+        max(0, layer.workspace_bytes - (0 if costs.kept - inputs_of(regions) else layer.freed_sooner_bytes)),
         host.kept_s
         + (host.policy_s if offloads or costs.dropped else 0.0)
         + (host.second_run_s if costs.dropped else 0.0),
@@ -258,7 +261,7 @@ def _peak_bytes(pieces: Sequence[Piece], held_bytes: int = 0) -> int:
 
 def layer_costs(layer: LayerProfile, policy: LayerPolicy | None, link: Link, *, offloads: bool) -> LayerCosts:
     """What the pieces of a layer add up to, whenever they start."""
-    forward, backward, offloaded, host_s = layer_pieces(layer, policy, offloads=offloads)
+    forward, backward, offloaded, workspace_bytes, host_s = layer_pieces(layer, policy, offloads=offloads)
     held = _held_bytes(forward)
     ready_s = accumulate(piece.seconds for piece in forward)
     sent = [(ready, piece.taken_bytes) for ready, piece in zip(ready_s, forward, strict=True) if piece.offloads]
@@ -283,7 +286,7 @@ def layer_costs(layer: LayerProfile, policy: LayerPolicy | None, link: Link, *, 
         held,
         sum(offloaded),
         (layer.forward_workspace_bytes or 0) + _peak_bytes(forward),
-        layer.workspace_bytes + _peak_bytes(backward, held),
+        workspace_bytes + _peak_bytes(backward, held),
         host_s,
     )
 

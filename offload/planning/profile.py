@@ -89,6 +89,7 @@ class LayerProfile:
     workspace_bytes: int = 0  #: What else is on the device in its backward: temporary tensors, gradients.
     regions: tuple[RegionProfile, ...] = field(default=(), kw_only=True)
     forward_workspace_bytes: int | None = field(default=None, kw_only=True)  #: In forward; as in backward if left out.
+    freed_sooner_bytes: int = field(default=0, kw_only=True)  #: So much less if the whole layer is recomputed.
     host: HostSeconds = field(default=NO_HOST, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -97,6 +98,7 @@ class LayerProfile:
         if self.forward_workspace_bytes is None:  # __dict__ is the way to fill a frozen dataclass
             vars(self)["forward_workspace_bytes"] = self.workspace_bytes
         check_number("forward_workspace_bytes", self.forward_workspace_bytes)
+        check_number("freed_sooner_bytes", self.freed_sooner_bytes)
         for name, seconds in zip(HostSeconds._fields, self.host, strict=True):
             check_number(f"host.{name}", seconds)
         if self.regions:
@@ -121,12 +123,23 @@ class LayerProfile:
         *,
         workspace_bytes: int = 0,
         forward_workspace_bytes: int | None = None,
+        freed_sooner_bytes: int = 0,
         host: HostSeconds = NO_HOST,
     ) -> LayerProfile:
         """The profile of a layer whose regions are known: what it saves is what they save."""
-        regions, workspace = tuple(regions), {"forward_workspace_bytes": forward_workspace_bytes}
+        regions = tuple(regions)
         saved_bytes = sum(region.nbytes for region in regions if region.saved)
-        return cls(forward_s, backward_s, saved_bytes, (), workspace_bytes, regions=regions, host=host, **workspace)
+        return cls(
+            forward_s,
+            backward_s,
+            saved_bytes,
+            (),
+            workspace_bytes,
+            regions=regions,
+            forward_workspace_bytes=forward_workspace_bytes,
+            freed_sooner_bytes=freed_sooner_bytes,
+            host=host,
+        )
 
     def _check_regions(self) -> None:
         for number, region in enumerate(self.regions):

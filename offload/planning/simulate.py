@@ -181,7 +181,7 @@ def _tasks(
             yield from reversed(copies[layer])
         layer = step.layer
         forward = step.phase == "F"
-        workspace_bytes = (layers[layer].forward_workspace_bytes or 0) if forward else layers[layer].workspace_bytes
+        workspace_bytes = (layers[layer].forward_workspace_bytes or 0) if forward else pieces[layer].workspace_bytes
         yield hold(workspace_bytes)
         for piece in pieces[layer].forward if forward else pieces[layer].backward:
             label = f"R{layer}" if piece.kind == "recompute" else repr(step)

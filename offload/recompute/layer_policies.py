@@ -66,6 +66,8 @@ class LayerPolicies(RegionPolicies):
         self.learned = 0
         self.last: Way | None = None
         self._parameters: list[nn.Parameter] | None = None
+        self.holds = False
+        """Whether what is recomputed is held as long as PyTorch holds what a node has saved."""
         self.clock: Clock | None = None
         """Marks points of the compute stream, while second runs are timed."""
         self.second_runs: list[tuple[Any, Any, float]] = []

@@ -144,6 +144,8 @@ class Frame:
     """Whether the forward has gone another way than the learned one."""
     learned = False
     """Whether the forward ran under a dispatch mode, for which some functions choose other kernels."""
+    holds = False
+    """Whether a tensor that was recomputed is held until its node is done, and not only while the node reads it."""
     timed: Callable[[], AbstractContextManager[object]] = nullcontext
     """Entered around the second run, to take its time."""
 

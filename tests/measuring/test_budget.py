@@ -427,7 +427,7 @@ def test_everything_is_recomputed_where_no_plan_leaves_as_little(lab: Lab, caplo
     """The measured microbatches keep to the budget, so that it is not said to be too small."""
     caplog.set_level("INFO", "offload.measuring.follow_plan")
     layers, _ = build("decoder", LAYERS, lab.device)
-    x = torch.rand(4, 64, WIDTH, device=lab.device)
+    x = torch.rand(8, 64, WIDTH, device=lab.device)
 
     def step() -> int:
         layers.zero_grad()

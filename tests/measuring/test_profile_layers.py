@@ -13,7 +13,9 @@ from benchmarks.workloads import DecoderBlock
 from offload import memory_meter, offload_layers, stream_weights
 from offload.measuring.measure_link import measure_link
 from offload.measuring.profile_layers import profile_layers
+from offload.planning.plan import Plan
 from offload.planning.simulate import simulate
+from offload.recompute.costs import LayerPolicy
 from offload.schedule.schedule import Schedule
 
 MIN_BYTES = 1 << 10
@@ -274,3 +276,27 @@ class TestRefusals:
     def test_no_steps(self):
         with pytest.raises(ValueError, match=r"^steps must be at least 1, got 0$"):
             profile_layers(stack(1), lambda: None, steps=0)
+
+
+@pytest.mark.gpu
+def test_layers_that_are_recomputed_as_a_whole_free_sooner_what_is_summed() -> None:
+    """The gradient of a bias is a sum, for which CUDA takes memory; and plans count it."""
+    layers = nn.ModuleList(
+        nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)) for _ in range(4)
+    ).cuda()
+    x = torch.randn(16384, 1024, device="cuda", requires_grad=True)
+
+    def step() -> None:
+        through(layers, x).square().mean().backward()
+
+    step()
+    profile = profile_layers(layers, step, regions=True)
+    assert all(layer.freed_sooner_bytes > 0 for layer in profile.layers)
+    for kept in (frozenset({0}), frozenset({0, 1})):
+        plan = Plan(Schedule(4), profile, measure_link("cuda"), 0, (LayerPolicy(kept),) * 4)
+        with offload_layers(layers, plan=plan):
+            step()
+            step()
+            with memory_meter("cuda") as meter:
+                step()
+        assert meter.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.02)

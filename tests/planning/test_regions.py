@@ -292,6 +292,13 @@ class TestPlan:
         assert more > fewer
         assert "for the host" in str(found)
 
+    def test_a_layer_that_is_recomputed_as_a_whole_frees_sooner(self):
+        """One that keeps anything does not."""
+        layers = DECODER, replace(DECODER, freed_sooner_bytes=100 * MIB)
+        for kept, less in ((numbers("input"), 100 * MIB), (numbers("input", "qkv"), 0)):
+            plans = [Plan(default(0, 1), Profile((one,)), PCIE, 0, (LayerPolicy(kept),)) for one in layers]
+            assert plans[0].peak_bytes - plans[1].peak_bytes == less
+
     def test_the_seconds_of_the_host_are_in_the_profiles_text(self):
         profile = replace(REFERENCE, layers=(replace(DECODER, host=HostSeconds(1.0, 2.0, 3.0)),))
         assert Profile.from_json(profile.to_json()) == profile
