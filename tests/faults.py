@@ -6,6 +6,7 @@ import functools
 import itertools
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -92,6 +93,28 @@ def slowly(*functions: FunctionType, seconds: float = 0.02) -> Callable[..., Any
         return trace
 
     return trace
+
+
+def in_threads(*functions: Callable[[], Any], patience_s: float = 30) -> list[Any]:
+    """What these functions return, each in a thread of its own. One that hangs fails its test and delays no other."""
+    found: dict[int, Any] = {}
+    errors: list[BaseException] = []
+
+    def run(number: int, function: Callable[[], Any]) -> None:
+        try:
+            found[number] = function()
+        except BaseException as error:  # noqa: BLE001  raised below
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=pair, daemon=True) for pair in enumerate(functions)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(patience_s)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+    return [found[number] for number in range(len(functions))]
 
 
 def _patched(name: str, error: Callable[[], BaseException]) -> Fault:

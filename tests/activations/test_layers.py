@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from faults import in_threads
 from lab import Lab
 from llama import LAYERS
 from models import DecoderBlock, GptBlock, assert_same, build, gradients, leaves_of, loss_of, step_gradients, through
@@ -442,6 +443,18 @@ def test_the_default_fits_the_number_of_layers(model_layers: int, offloaded: int
         assert handle.schedule == Schedule.default(offloaded, model_layers)
 
 
+def test_a_thread_goes_on_where_another_one_has_ended(device: torch.device) -> None:
+    layers, x = build("decoder", LAYERS, device)
+    expected = step_gradients(layers, x)
+    with handle_for(layers) as handle:
+        leaves = [x, *layers.parameters()]
+        torch.manual_seed(1)
+        [y] = in_threads(lambda: layers[0](x))
+        found = torch.autograd.grad(loss_of(through(layers[1:], y)), leaves)
+        assert_same(expected, found)
+        assert handle.stats().offloaded_bytes > 0
+
+
 @pytest.mark.parametrize("inside", [True, False], ids=["inside of a layer", "between layers"])
 def test_the_same_layers_in_two_threads_are_refused(inside: bool, device: torch.device) -> None:
     layers, x = build("decoder", LAYERS, device)
@@ -458,7 +471,7 @@ def test_the_same_layers_in_two_threads_are_refused(inside: bool, device: torch.
 
     def meanwhile(*_: object) -> None:
         if not refused and threading.current_thread() is threading.main_thread():
-            other = threading.Thread(target=step, name="other")
+            other = threading.Thread(target=step, name="other", daemon=True)
             other.start()
             other.join()
 
@@ -473,7 +486,7 @@ def test_the_same_layers_in_two_threads_are_refused(inside: bool, device: torch.
         assert "'MainThread', which is in the forward of the same layers, but runs in 'other'" in refused[0]
         assert "use one copy of the model per thread" in refused[0]
         found: list[list[torch.Tensor]] = []
-        alone = threading.Thread(target=lambda: found.append(step_gradients(layers, x)))
+        alone = threading.Thread(target=lambda: found.append(step_gradients(layers, x)), daemon=True)
         alone.start()
         alone.join()
         assert_same(expected, found[0])

@@ -3,11 +3,12 @@
 import re
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
+from faults import in_threads
 from lab import late_copies
 from models import assert_same, build
 
@@ -150,8 +151,7 @@ def test_threads_that_need_a_layer_at_once_reload_it_once(monkeypatch):
         return torch.autograd.grad(loss, leaf)[0]
 
     monkeypatch.setattr(ActivationSet, "_reload", slow_reload)
-    with ThreadPoolExecutor(2) as threads:
-        found = list(threads.map(backward, sums, leaves))
+    found = in_threads(*(partial(backward, *one) for one in zip(sums, leaves, strict=True)))
     assert reloads == [0]
     assert context.stats().late_reloads == 1
     assert_same(expected, found)
@@ -179,10 +179,8 @@ def test_a_thread_that_needs_a_layer_while_its_reload_begins_starts_no_other(mon
         return torch.autograd.grad(loss, leaf)
 
     monkeypatch.setattr(backend, "empty", slow_empty)
-    with ThreadPoolExecutor(1) as threads:
-        found = threads.submit(backward)
-        controller.start_reload_layer(0)
-        assert_same(expected, found.result())
+    found, _ = in_threads(backward, partial(controller.start_reload_layer, 0))
+    assert_same(expected, found)
     stats = context.stats()
     assert stats.reloaded_bytes == stats.offloaded_bytes > 0
     assert stats.late_reloads == 0
@@ -207,11 +205,13 @@ def test_a_tensor_that_is_resized_while_its_reload_begins(monkeypatch):
         return empty(nbytes)
 
     monkeypatch.setattr(backend, "empty", slow_empty)
-    with ThreadPoolExecutor(1) as threads:
-        found = threads.submit(torch.autograd.grad, loss, leaf)
-        assert begun.wait(10)
+
+    def resize():
+        begun.wait(10)
         factor.untyped_storage().resize_(0)
-        assert_same(expected, found.result())
+
+    found, _ = in_threads(partial(torch.autograd.grad, loss, leaf), resize)
+    assert_same(expected, found)
 
 
 def test_late_reload_is_correct_and_counted(layers, inputs):

@@ -486,7 +486,7 @@ def test_backward_in_another_thread_while_versions_are_compared(
         thread.join(0.1)
 
     monkeypatch.setattr(torch.autograd.graph, "increment_version", increment_and_wait)
-    thread = threading.Thread(target=backward)
+    thread = threading.Thread(target=backward, daemon=True)
     thread.start()
     offloaded.layer(lambda y: save(y, lambda _: None, saved), first)
     assert changed.is_set()

@@ -5,7 +5,6 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import models
 import pytest
 import torch
+from faults import in_threads
 from lab import Lab
 from models import Save, build, loss_of, offloading, save, step_gradients, through
 from torch import nn
@@ -315,6 +315,5 @@ def test_a_stall_counts_once_if_two_threads_ask_at_the_same_time(monkeypatch: py
         transfers.wait_for_copies(begin_s, Copied(end_s), Wait.RELEASE)
     backend.now = 9.0
     monkeypatch.setattr(backend, "elapsed_s", lambda *events: (time.sleep(0.05), elapsed_s(*events))[1])
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(lambda _: transfers.stats(), range(2)))
+    in_threads(transfers.stats, transfers.stats)
     assert transfers.stats().stall_s == 3.0

@@ -1,17 +1,16 @@
 """Threads beside the program: in order, not ended by errors, there again in a forked child."""
 
-import functools
 import os
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
-from faults import slowly
+from faults import in_threads, slowly
 from lab import late_copies
 from models import build, loss_of, offloading, step_gradients
 from ranks import true_in_a_child
@@ -33,7 +32,7 @@ def test_an_error_is_kept_and_the_thread_goes_on() -> None:
 def test_an_idle_thread_holds_nothing_of_its_last_job() -> None:
     worker, tensor = Worker("test"), torch.ones(1)
     held = weakref.ref(tensor)
-    worker.submit(functools.partial(torch.neg, tensor), [])
+    worker.submit(partial(torch.neg, tensor), [])
     del tensor
     deadline = time.monotonic() + 10
     while held() is not None and time.monotonic() < deadline:
@@ -51,8 +50,7 @@ def test_jobs_of_two_threads_run_in_one() -> None:
         sys.settrace(slowly(Worker._start))
         worker.submit(lambda: threads.append(threading.get_ident()), [])
 
-    with ThreadPoolExecutor(2) as programs:
-        list(programs.map(submit, range(2)))
+    in_threads(partial(submit, 0), partial(submit, 1))
     worker.drain()
     assert len(threads) == 2
     assert len(set(threads)) == 1
@@ -88,6 +86,31 @@ class TestFork:
             return there == ["parent"] and done == ["parent", "child"]
 
         assert true_in_a_child(goes_on)
+        assert done == ["parent"]
+
+    def test_another_thread_is_about_to_start_the_worker(self) -> None:
+        """And holds its lock, which the child's copy of that thread never gives back."""
+        worker, done = Worker("test"), list[str]()
+
+        def submit(where: str) -> None:
+            worker.submit(lambda: done.append(where), [])
+
+        def start() -> None:
+            sys.settrace(slowly(Worker._start, seconds=0.1))
+            submit("parent")
+
+        def goes_on() -> bool:
+            submit("child")
+            worker.drain()
+            return done == ["child"]
+
+        starting = threading.Thread(target=start, daemon=True)
+        starting.start()
+        time.sleep(0.25)
+        assert not done
+        assert true_in_a_child(goes_on)
+        starting.join(10)
+        worker.drain()
         assert done == ["parent"]
 
     def test_a_graph_from_before_the_fork(self) -> None:

@@ -5,12 +5,12 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from faults import slowly
+from faults import in_threads, slowly
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -319,7 +319,7 @@ def test_what_a_step_needs_is_pinned_in_its_thread() -> None:
 def test_give_does_not_wait_for_the_lock(pool: HostPool) -> None:
     buffer = pool.take(512)
     with pool._lock:
-        giver = threading.Thread(target=pool.give, args=(buffer, REACHED))
+        giver = threading.Thread(target=pool.give, args=(buffer, REACHED), daemon=True)
         giver.start()
         giver.join(timeout=10)
         assert not giver.is_alive()
@@ -348,8 +348,7 @@ def test_two_threads_at_the_same_time(one: str, other: str, pool: HostPool) -> N
         both.wait(10)
         CALLS[name](pool)
 
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(call, (one, other)))
+    in_threads(partial(call, one), partial(call, other))
     covered = [(id(piece.slab), piece.start, piece.end) for buffer in pool._buffers for piece in buffer.ranges]
     covered = sorted(covered + [(id(piece.slab), piece.start, piece.end) for piece in pool._free])
     assert all(a[0] != b[0] or a[2] <= b[1] for a, b in itertools.pairwise(covered)), "they overlap"
@@ -379,7 +378,7 @@ def test_many_threads(pool: HostPool) -> None:
         for buffer in held:
             pool.give(buffer, REACHED)
 
-    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(1, 5)]
+    threads = [threading.Thread(target=work, args=(mark,), daemon=True) for mark in range(1, 5)]
     for thread in threads:
         thread.start()
     for thread in threads:

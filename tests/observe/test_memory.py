@@ -72,7 +72,7 @@ def test_saved_activations_count_until_backward_is_done(device: torch.device) ->
 def test_memory_freed_in_another_thread(device: torch.device) -> None:
     with memory_meter(device) as meter:
         held = [kib(32, device)]
-        thread = threading.Thread(target=held.clear)
+        thread = threading.Thread(target=held.clear, daemon=True)
         thread.start()
         thread.join()
         kib(32, device)

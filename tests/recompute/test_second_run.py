@@ -8,11 +8,13 @@ import time
 import types
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
+from faults import in_threads
 from lab import Lab
 from models import WIDTH, assert_same, build, gradients, leaves_of, loss_of, through
 from test_policies import ALL, Function, Seen, assert_right, offloaded
@@ -1630,22 +1632,14 @@ def test_two_threads_that_ask_for_tensors_of_one_layer_run_it_once(lab: Lab) -> 
             return self.lin(x).sin().exp(), self.lin(x + 1).cos().exp()
 
     layers, x = build(Fork, 1, lab.device)
-    errors: list[BaseException] = []
 
     def backward(output: torch.Tensor, start: threading.Barrier) -> None:
         start.wait(30)
-        try:
-            loss_of(output).backward()
-        except BaseException as error:  # noqa: BLE001  # the thread that joins raises it
-            errors.append(error)
+        loss_of(output).backward()
 
     def run() -> None:
         start = threading.Barrier(2)
-        threads = [threading.Thread(target=backward, args=(one, start)) for one in layers[0](x)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(*(partial(backward, one, start) for one in layers[0](x)))
 
     def plain() -> None:
         one, other = layers[0](x)
@@ -1657,7 +1651,6 @@ def test_two_threads_that_ask_for_tensors_of_one_layer_run_it_once(lab: Lab) -> 
             gradients(leaves_of(layers, x), plain)
         runs.clear()
         found = gradients(leaves_of(layers, x), run)
-    assert not errors
     assert len(runs) == 2
     for one, other in zip(expected, found, strict=True):
         torch.testing.assert_close(one, other)  # two threads add to one gradient in any order

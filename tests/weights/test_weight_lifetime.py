@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from faults import slowly
+from faults import in_threads, slowly
 from lab import Lab
 from models import WIDTH, GptBlock, assert_same, build, loss_of
 from saving import saved_and_loaded
@@ -92,7 +92,9 @@ def test_failing_layers(where: str, number: int, error: BaseException, device: t
     assert handle.stats().loads > 0
 
 
-def test_failed_backward_that_autograd_still_holds(device: torch.device) -> None:
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_failed_backward_that_autograd_still_holds(in_thread: bool, device: torch.device) -> None:
+    """Also of a thread that has ended since."""
     layers, x = build(Failing, LAYERS, device)
     expected = gradients(layers, x)
     with stream_weights(layers, device) as handle:
@@ -103,10 +105,13 @@ def test_failed_backward_that_autograd_still_holds(device: torch.device) -> None
             held.extend(each for each in gc.get_objects() if type(each).__name__ == "EndOfBackward")
             raise ValueError("stop")
 
-        y = layers[1](layers[0](x))
-        y.register_hook(fail)
-        with pytest.raises(ValueError, match="stop"):
-            loss_of(forward(layers[2:], y)).backward()
+        def failing() -> None:
+            y = layers[1](layers[0](x))
+            y.register_hook(fail)
+            with pytest.raises(ValueError, match="stop"):
+                loss_of(forward(layers[2:], y)).backward()
+
+        in_threads(failing) if in_thread else failing()
         assert len(held) == 1
         assert all(value.device.type == "cpu" for value in layers.state_dict().values())
         assert_as_before(handle, layers, x, expected)
@@ -146,7 +151,7 @@ def test_a_failed_backward_is_dropped(by: str, monkeypatch: pytest.MonkeyPatch) 
             loss_of(forward(layers[2:], y)).backward()
         monkeypatch.setattr(GradientWriter, "finish", finish_and_free)
         if by == "two threads":
-            other = threading.Thread(target=drop, args=(held.clear,))
+            other = threading.Thread(target=drop, args=(held.clear,), daemon=True)
             other.start()
             drop(handle.synchronize)
             other.join(10)
@@ -513,7 +518,7 @@ def begin_and_wait(layers: nn.ModuleList, x: torch.Tensor, where: str) -> tuple[
             loss = loss_of(forward(layers[2:], y))
         loss.backward()
 
-    thread = threading.Thread(target=run, name="first")
+    thread = threading.Thread(target=run, name="first", daemon=True)
     thread.start()
     there.wait()
     return thread, go_on
@@ -559,11 +564,7 @@ def test_threads_that_enter_in_the_same_moment() -> None:
             found.append(str(error))
 
     with stream_weights(layers, "cpu"):
-        threads = [threading.Thread(target=run) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(10)
+        in_threads(run, run)
     refused, entered = sorted(found, key=lambda one: isinstance(one, torch.Tensor))
     assert isinstance(entered, torch.Tensor)
     assert "must be used by one thread at a time" in str(refused)
@@ -574,7 +575,7 @@ def test_threads_one_after_another(device: torch.device) -> None:
     expected = gradients(layers, x)
 
     def in_thread(call: Callable[[], object]) -> None:
-        thread = threading.Thread(target=call)
+        thread = threading.Thread(target=call, daemon=True)
         thread.start()
         thread.join()
 
