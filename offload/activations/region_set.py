@@ -305,7 +305,8 @@ class RegionSet(ActivationSet):
             way.reason = "forward computes gradients of its own"
         if attributes != state.contents():
             way.reason = "forward changes what an attribute holds"
-        way.reason = way.reason or state.learn(frame.before, clones, learn.has_seen)
+        changes = trace.zone >= 0
+        way.reason = way.reason or state.learn(frame.before, clones, learn.has_seen, may_change=changes)
         if way.reason is None and set(trace.written) & set(trace.given):
             way.reason = "forward writes into an input"
         if way.reason is None and len(trace.written) > len(clones):

@@ -188,7 +188,7 @@ class LayerState:
         self._counts: dict[tuple[int, str], int] = {}
         """How often each tensor was changed in place when :meth:`begin_learning` was called."""
         self._cloned: list[tuple[int, str]] = []
-        """Buffers that forward writes into."""
+        """Buffers that forward writes into, and small ones that it may write into if it goes another way."""
         self._forgotten: list[tuple[int, str]] = []
         """Attributes with a graph that forward replaces and does not read."""
         self._read: list[tuple[int, str]] = []
@@ -270,7 +270,12 @@ class LayerState:
                     part[key] = value
 
     def learn(
-        self, before: Snapshot, clones: Mapping[int, torch.Tensor], was_read: Callable[[torch.Tensor], bool]
+        self,
+        before: Snapshot,
+        clones: Mapping[int, torch.Tensor],
+        was_read: Callable[[torch.Tensor], bool],
+        *,
+        may_change: bool,
     ) -> str | None:
         """See what one forward has changed; why it must not run again, if it must not.
 
@@ -278,6 +283,7 @@ class LayerState:
             before: The state when forward began; gets the ``clones``.
             clones: What forward has written into, as it was before, by address.
             was_read: Whether an operation has read or written a tensor.
+            may_change: Whether the operations depend on data: another forward may write into what this one reads.
         """
         self._cloned, self._forgotten, self._read = [], [], []
         for index, (part, values) in enumerate(zip(self._dicts, before, strict=True)):
@@ -294,8 +300,12 @@ class LayerState:
                     if was_read(value):
                         return f"forward reads and replaces {name}"
                     self._forgotten.append((index, key))
-                elif key not in _OWN and not isinstance(value, nn.Parameter) and any(map(was_read, tensors_in(value))):
-                    self._read.append((index, key))
+                elif key not in _OWN and not isinstance(value, nn.Parameter):
+                    read = any(map(was_read, tensors_in(value)))
+                    if _is_small(value) and (may_change or not read):
+                        self._cloned.append((index, key))
+                    elif read or may_change:
+                        self._read.append((index, key))
         return None
 
     def _written(self, index: int, key: str, value: torch.Tensor) -> bool:
@@ -315,6 +325,12 @@ class LayerState:
 def _same_objects(part: dict[str, Any], values: dict[str, Any]) -> bool:
     """Identity, as two tensors of one element may be equal, and have other graphs."""
     return list(part) == list(values) and all(map(is_, part.values(), values.values()))
+
+
+def _is_small(value: Any) -> bool:
+    """Whether a value is a tensor that can be cloned before each forward."""
+    plain = isinstance(value, torch.Tensor) and plain_memory(value) is not None and not value.is_inference()
+    return plain and value.grad_fn is None and not value.requires_grad and value.nbytes <= CLONED_BYTES
 
 
 def _address(value: Any) -> int:

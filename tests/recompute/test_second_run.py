@@ -459,6 +459,50 @@ def test_buffers_that_forward_writes(lab: Lab) -> None:
         assert handle.regions(0)["tanh"] == "recompute"
 
 
+class Dropped(nn.Module):
+    """Leaves out the part that writes into its buffers: as random numbers say, or as a flag does."""
+
+    def __init__(self, by_flag: bool, reads: bool) -> None:
+        super().__init__()
+        self.by_flag, self.reads, self.leaves_out = by_flag, reads, False
+        self.linear = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+        self.register_buffer("average", torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = (x * 1.5).sin() * (self.average.clone() if self.reads else 2)
+        if self.leaves_out if self.by_flag else torch.rand(()) < (0.9 if self.leaves_out else 0.1):
+            return y.cos()
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(x.mean((0, 1)), alpha=0.1)
+        return self.linear(y.cos()).tanh()
+
+
+@pytest.mark.parametrize("at_first", [False, True])
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("by_flag", [False, True], ids=["by data", "by a flag"])
+def test_buffers_that_some_forwards_write(by_flag: bool, reads: bool, at_first: bool, lab: Lab) -> None:
+    """Or an error, where a forward writes what the learned one reads."""
+    torch.manual_seed(0)
+    plain, layers = (nn.ModuleList(Dropped(by_flag, reads) for _ in range(LAYERS)).to(lab.device) for _ in range(2))
+    layers.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 8, WIDTH, device=lab.device, requires_grad=True)
+
+    def run(layers: nn.ModuleList, number: int) -> list[torch.Tensor]:
+        for layer in layers:
+            layer.leaves_out = at_first if number < 2 else number % 2 == 0
+        found = step(layers, x)
+        return [*found, *[buffer.clone() for buffer in layers.buffers()]]
+
+    refused = by_flag and reads and at_first
+    with offloaded(layers, lab) as handle:
+        for number in range(3 if refused else 6):
+            assert_same(run(plain, number), run(layers, number))
+        if refused:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation: a tensor of shape"):
+                run(layers, 3)
+        assert "recompute" in handle.regions(0).values()
+
+
 class Balanced(nn.Module):
     """Leaves a part of the loss behind, as routers of experts do, and an average that it reads in the next step."""
 
