@@ -32,6 +32,9 @@ from offload.base.torch_private import (
 CLONED_BYTES = 1 << 20
 """Buffers up to this size, which forward writes into, are cloned before each forward."""
 
+SPARE_BYTES = 1 << 16
+"""Those up to this size are cloned, too, that forward may write into if it goes another way."""
+
 Snapshot = list[dict[str, Any]]
 
 
@@ -192,7 +195,7 @@ class LayerState:
         self._forgotten: list[tuple[int, str]] = []
         """Attributes with a graph that forward replaces and does not read."""
         self._read: list[tuple[int, str]] = []
-        """Attributes and buffers that forward reads and does not write."""
+        """Attributes and buffers that must be the same in backward: forward does not write into them."""
 
     def begin_learning(self) -> None:
         for index, part in enumerate(self._dicts):
@@ -304,7 +307,7 @@ class LayerState:
                     read = any(map(was_read, tensors_in(value)))
                     if _is_small(value) and (may_change or not read):
                         self._cloned.append((index, key))
-                    elif read or may_change:
+                    elif read or isinstance(value, torch.Tensor):  # what is not read, another way may write into
                         self._read.append((index, key))
         return None
 
@@ -330,7 +333,7 @@ def _same_objects(part: dict[str, Any], values: dict[str, Any]) -> bool:
 def _is_small(value: Any) -> bool:
     """Whether a value is a tensor that can be cloned before each forward."""
     plain = isinstance(value, torch.Tensor) and plain_memory(value) is not None and not value.is_inference()
-    return plain and value.grad_fn is None and not value.requires_grad and value.nbytes <= CLONED_BYTES
+    return plain and value.grad_fn is None and not value.requires_grad and value.nbytes <= SPARE_BYTES
 
 
 def _address(value: Any) -> int:
