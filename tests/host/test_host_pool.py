@@ -401,11 +401,12 @@ def test_whole_buffers_have_one_piece_and_share_slabs(pool: HostPool, source: So
 def test_whole_buffers_take_free_memory_first_and_wait_for_its_events(pool: HostPool, source: Source) -> None:
     first, other = pool.take(8 * KIB), pool.take(8 * KIB)
     assert len(source.sizes) == 2
-    event = FakeEvent()
+    event, elsewhere = FakeEvent(), FakeEvent()
     pool.give(first, event)
-    pool.give(other, event)
+    pool.give(other, elsewhere)
     [taken] = pool.take_whole([6 * KIB])
     assert event.waited_for
+    assert not elsewhere.waited_for
     assert len(source.sizes) == 2
     pool.take_whole([4 * KIB, 12 * KIB])  # the second is longer than any free range
     assert source.sizes[2:] == [12 * KIB]

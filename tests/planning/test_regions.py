@@ -180,6 +180,15 @@ class TestSimulation:
         assert timeline.peak_bytes == 1020 + 600
         assert [span.duration_s for span in timeline.spans if span.kind == "recompute"] == [1.0]
 
+    def test_a_policy_costs_the_host_what_it_adds(self):
+        """Offloading and recomputing add to forward, and recomputing to backward; the device is soon done here."""
+        regions = [region("input", 10, 0, recomputable=False), region("a", 10, 1, 0)]
+        layer = LayerProfile.from_regions(regions, 1e-3, 1e-3, host=HostSeconds(1.0, 0.25, 0.5))
+        ways = {1.0: (0, None), 1.25: (1, None), 1.75: (0, LayerPolicy(frozenset({0})))}
+        for host_s, (num_layers, kept) in ways.items():
+            timeline = simulate(default(num_layers, 2), Profile((layer,) * 2), PCIE, policies=[kept, None])
+            assert timeline.duration_s == pytest.approx(1.0 + host_s)
+
     def test_recomputing_waits_for_all_that_is_offloaded_before_the_last_dropped_region(self):
         regions = [
             RegionProfile("input", 10, 0.0, recomputable=False),
