@@ -60,7 +60,7 @@ def test_state_in_float32_is_loaded_as_it_is(lab: Lab) -> None:
         if resumed:
             saved = copy.deepcopy(run.optimizer.state_dict())
             run.optimizer = adamw(run.model.parameters())
-            stream(run.optimizer, state_dtype=torch.float32)
+            run.handle = stream(run.optimizer, state_dtype=torch.float32)
             run.optimizer.load_state_dict(saved)
         run.steps(range(3, 6))
         assert run.optimizer.state[run.model[0].weight]["exp_avg"].dtype is torch.float32

@@ -79,7 +79,12 @@ class Training:
         self.handle = stream(self.optimizer, **options) if streamed else None
 
     def steps(self, numbers: Iterable[int]) -> None:
+        """Train, and see that the state was streamed if it should be."""
+        before = self.handle.stats() if self.handle else None
         plain_steps(self.model, self.optimizer, numbers)
+        if self.handle and before:
+            made = self.handle.stats() - before
+            assert min(made.chunks, made.written_bytes) > 0
 
     def backward(self, number: int) -> None:
         loss_of(self.model, number).backward()

@@ -24,7 +24,10 @@ from offload.recompute.policies import Policy
 
 LAYERS = 4
 
-pytestmark = pytest.mark.filterwarnings("ignore:policies has patterns that match no region")  # one list for all blocks
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:policies has patterns that match no region"),  # one list for all blocks
+    pytest.mark.usefixtures("recomputes"),
+]
 ALL = {"*": "recompute"}
 PRODUCTS = {"*mm": "offload", "*attention*": "offload", "convolution": "offload", "*": "recompute"}
 MIXED = {
@@ -155,6 +158,7 @@ def test_writing_in_place(function: Callable[..., torch.Tensor], lab: Lab) -> No
     assert "recompute" in assert_right(function, lab).values()
 
 
+@pytest.mark.usefixtures("nothing_recomputed")
 def test_what_is_kept_for_recomputation_and_then_overwritten(lab: Lab) -> None:
     """A sum that autograd does not save, kept for what is computed from it, before a part of it is written over."""
 
@@ -253,6 +257,7 @@ def test_patterns_that_match_no_region_are_named_once(lab: Lab) -> None:
 
 @pytest.mark.filterwarnings("ignore:a whole round of")
 @pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.usefixtures("nothing_recomputed")
 def test_what_is_kept_does_not_travel(block: str, lab: Lab) -> None:
     """Also what one operation saves several times: attention saves three views of one product."""
     layers, x = build(block, LAYERS, lab.device)
@@ -287,6 +292,7 @@ def test_second_derivative(lab: Lab) -> None:
             assert_same(expected, second())
 
 
+@pytest.mark.usefixtures("nothing_recomputed")
 def test_what_led_to_a_kept_value_is_freed(lab: Lab) -> None:
     """Batch norm's result is a source of the record, and nobody wants it once what was computed from it is kept."""
     normed = []
@@ -365,6 +371,7 @@ def test_inference_tensors(lab: Lab) -> None:
         ("_cudnn_rnn", ["dropout_state"]),
     ],
 )
+@pytest.mark.usefixtures("nothing_recomputed")
 def test_operations_that_write_more_than_they_say(name: str, written: list[str]) -> None:
     """Synchronized batch norm, for one: running it twice would count the batch twice."""
     operation = getattr(torch.ops.aten, name).default
@@ -437,6 +444,7 @@ def test_a_forward_that_fails_teaches_nothing(lab: Lab) -> None:
         ({1: "keep"}, TypeError, "must map patterns of regions to policies"),
     ],
 )
+@pytest.mark.usefixtures("nothing_recomputed")
 def test_bad_policies(policies: Any, error: type[Exception], words: str) -> None:
     layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
     with pytest.raises(error, match=words):

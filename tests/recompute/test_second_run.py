@@ -25,6 +25,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import offload
 from offload.recompute import prove
 
+pytestmark = pytest.mark.usefixtures("recomputes")
+
 LAYERS = 3
 ADD = {"add": "keep", "*": "recompute"}
 MUL = {"mul": "keep", "*": "recompute"}
@@ -246,6 +248,7 @@ def test_what_is_read_and_changed_before_backward(name: str, what: str, how: Cal
             step(layers, x, lambda: tensor.add_(1))
 
 
+@pytest.mark.usefixtures("nothing_recomputed")
 def test_a_tensor_from_outside_that_forward_writes(lab: Lab, unplanned: set[str]) -> None:
     """A tensor that is neither argument nor attribute is not put back for a second run: there is none."""
     calls = torch.zeros((), device=lab.device)
@@ -903,6 +906,7 @@ ONCE: dict[str, tuple[Callable[..., Any], str]] = {
 
 
 @pytest.mark.parametrize(("what", "words"), ONCE.values(), ids=list(ONCE))
+@pytest.mark.usefixtures("nothing_recomputed")
 def test_a_layer_that_cannot_be_run_again(
     what: Callable[..., Any], words: str, lab: Lab, caplog: pytest.LogCaptureFixture, unplanned: set[str]
 ) -> None:
@@ -1032,6 +1036,7 @@ def test_a_forward_that_saves_fewer_tensors_than_learned(policies: dict[str, str
             assert_same(expected[turn], step(layers, x))
 
 
+@pytest.mark.usefixtures("nothing_recomputed")
 def test_a_layer_that_keeps_everything_has_no_hooks_once_it_is_learned(lab: Lab) -> None:
     hooked = list[bool]()
 
@@ -1320,6 +1325,7 @@ def test_what_is_recomputed_is_freed_as_backward_goes(lab: Lab) -> None:
         assert alive == [0, 6, 5, 4, 3, 2, 1, 0]
 
 
+@pytest.mark.usefixtures("nothing_recomputed")
 def test_what_is_dropped_is_freed(lab: Lab) -> None:
     side, one = 256, 256 * 256 * 4
 
@@ -1346,6 +1352,7 @@ def test_what_is_dropped_is_freed(lab: Lab) -> None:
         assert LAYERS * one < held_bytes() < (2 * LAYERS + 4) * one
 
 
+@pytest.mark.usefixtures("nothing_recomputed")
 def test_an_abandoned_graph_is_freed_by_reference_counts(lab: Lab) -> None:
     made: list[StorageWeakRef] = []
 
@@ -1455,6 +1462,7 @@ def test_a_kept_result_that_is_overwritten_before_backward(policy: str, lab: Lab
 
 
 @pytest.mark.parametrize("inner", [False, True], ids=["layer", "submodule"])
+@pytest.mark.usefixtures("nothing_recomputed")
 def test_a_hook_that_collects_results_is_refused(inner: bool, lab: Lab) -> None:
     """It would have a second run's results as well, through which no gradient goes."""
     layers, x = build("decoder", LAYERS, lab.device)
