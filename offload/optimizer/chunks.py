@@ -137,6 +137,17 @@ class ChunkStepper:
                 raise
             self.last_copy = None  # after the wait: an interrupt leaves it to the next
 
+    def take_over(self) -> None:
+        """Let state be streamed that the program has put into ``optimizer.state``, or in the place of all of it."""
+        given, shown = self.optimizer.state, self.store.shown
+        foreign = self.store.foreign(given)
+        if foreign or given is not shown:
+            self.settle()
+            if given is not shown:
+                shown.clear()
+                self.optimizer.state = shown
+            self.store.adopt(foreign)
+
     def step(self, parameters: Iterable[tuple[int, torch.Tensor]]) -> None:
         """Step these parameters, each given with the number of its group."""
         parameters = list(parameters)

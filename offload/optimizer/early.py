@@ -158,6 +158,7 @@ class BackwardSteps:
             return
         if not self._runs:
             self.stepper.check_whole()
+            self.stepper.take_over()
             if not self._unwrapped:  # looking for wrappers takes long
                 _refuse_ddp(self._hooks)
                 self._unwrapped = True

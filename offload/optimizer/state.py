@@ -236,6 +236,21 @@ class StateStore:
                     parts[key] = value.to(self._backend.device)
             self.shown[parameter] = parts | {key: state.homes[key] for key in held}
 
+    def foreign(self, states: Mapping[Any, Any]) -> dict[Any, Any]:
+        """The entries of ``states`` that have a tensor which is no home, and belongs into one."""
+
+        def strange(parameter: Any, entry: Any) -> bool:
+            if not isinstance(parameter, torch.Tensor) or not isinstance(entry, dict):
+                return False
+            homes, part = self.of(parameter).homes, local(parameter)
+            held = ((key, value) for key, value in entry.items() if is_large(value) or self.is_home(value, part))
+            return any(value is not homes.get(key) for key, value in held)
+
+        entries = dict.items(states)  # without waiting
+        if states is not self.shown:
+            return dict(entries)
+        return {one: entry for one, entry in entries if strange(one, entry)}
+
     def moved_back(self) -> defaultdict[Any, Any]:
         """The state as the optimizer itself would hold it."""
         states: defaultdict[Any, Any] = defaultdict(dict)

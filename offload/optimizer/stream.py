@@ -132,6 +132,7 @@ class StreamedOptimizer(Handle):
         """Step all chunks; what PyTorch calls then is the step of an optimizer without parameters."""
         stepper = self._in_use
         stepper.check_whole()
+        stepper.take_over()
         if stepper.backend.capturing:
             raise CaptureError(
                 "optimizer.step() must run outside of a CUDA graph while its state is streamed, but it is being "
@@ -155,6 +156,7 @@ class StreamedOptimizer(Handle):
 
     def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
         self._in_use.check_whole()
+        self._in_use.take_over()
 
     def _after_state_dict(self, optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> dict[str, Any]:
         """Counters on the device are copied to the host, as all else in the state; sharded state is shown as such."""

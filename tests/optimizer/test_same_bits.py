@@ -3,6 +3,7 @@
 import copy
 import functools
 import inspect
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -219,6 +220,30 @@ def test_parameters_without_gradients_frozen_later_and_added(device: torch.devic
         plain_steps(model, optimizer, range(3, 6))
         optimizer.add_param_group({"params": parameters[-1:]})
         plain_steps(model, optimizer, range(6, 9))
+        return optimizer
+
+    compare(changing, OPTIMIZERS["AdamW"], device)
+
+
+@pytest.mark.parametrize("options", [{}, {"in_backward": True}, {"resident_bytes": "1GiB"}], ids=str)
+def test_state_that_the_program_changes(options: dict[str, Any], device: torch.device) -> None:
+    """In place, by another tensor, or by another dictionary; a look into ``state_dict`` is at once right."""
+
+    def changing(model: nn.Module, make: Make, streamed: bool) -> torch.optim.Optimizer:
+        optimizer = make(model.parameters())
+        if streamed:
+            stream(optimizer, **options)
+        plain_steps(model, optimizer, range(3))
+        first, second, *_ = model.parameters()
+        optimizer.state[first]["exp_avg"].zero_()
+        optimizer.state[second]["exp_avg_sq"] = torch.ones_like(second)
+        kept = optimizer.state_dict()["state"][1]["exp_avg_sq"]
+        assert torch.equal(kept.cpu(), torch.ones(second.shape))
+        plain_steps(model, optimizer, range(3, 5))
+        del optimizer.state[second]
+        plain_steps(model, optimizer, range(5, 7))
+        optimizer.state = defaultdict(dict, {first: optimizer.state[first]})
+        plain_steps(model, optimizer, range(7, 9))
         return optimizer
 
     compare(changing, OPTIMIZERS["AdamW"], device)
