@@ -380,13 +380,18 @@ class ChunkStepper:
         return copies
 
 
-def _dense(gradient: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The gradient with its numbers in the order of the weights in memory."""
-    if gradient.layout is not torch.strided:
+def check_dense(parameter: torch.Tensor) -> None:
+    """Raise if the gradient of a parameter cannot be stepped in chunks."""
+    gradient = parameter.grad
+    if gradient is not None and gradient.layout is not torch.strided:
         raise TypeError(
             f"gradients must be dense to be stepped in chunks, got one of layout {gradient.layout} of a parameter "
-            f"of shape {tuple(weights.shape)}; build the embedding with sparse=False."
+            f"of shape {tuple(parameter.shape)}; build the embedding with sparse=False."
         )
+
+
+def _dense(gradient: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The gradient with its numbers in the order of the weights in memory."""
     if gradient.stride() == weights.stride():
         return gradient
     return torch.empty_like(weights, dtype=gradient.dtype, device=gradient.device).copy_(gradient)

@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.base.torch_private import EndOfBackward, ddp_parameters, this_backward, when_backward_ends
 from offload.device.backend import Event
-from offload.optimizer.chunks import NUM_SLOTS, ChunkStepper, StepWait
+from offload.optimizer.chunks import NUM_SLOTS, ChunkStepper, StepWait, check_dense
 from offload.optimizer.host_weights import WeightHolder, holders_of
 from offload.optimizer.stand_in import with_groups
 from offload.optimizer.state import local
@@ -135,6 +135,7 @@ class BackwardSteps:
             when_backward_ends(EndOfBackward(partial(self.end_run, run)))
             self.begin_run(run)
         self._check_first(parameter)
+        check_dense(parameter)
         if parameter not in self.groups:
             return  # it was taken out of the optimizer
         if self._consume:

@@ -17,7 +17,7 @@ from offload.base.layer_events import Handle, with_attribute
 from offload.base.torch_private import interpreted
 from offload.device.capture import CaptureError
 from offload.device.select import get_backend
-from offload.optimizer.chunks import ChunkStepper
+from offload.optimizer.chunks import ChunkStepper, check_dense
 from offload.optimizer.early import BackwardSteps
 from offload.optimizer.host_weights import holder_of, holders_of
 from offload.optimizer.proof import prove
@@ -143,6 +143,8 @@ class StreamedOptimizer(Handle):
             with torch.enable_grad():
                 loss = closure()
             kwargs = {**kwargs, "closure": lambda: loss}
+        for _, parameter in with_groups(optimizer):  # before any has made the step
+            check_dense(parameter)
         stepper.torn = "optimizer.step() was cut off"
         done = set() if self._early is None else self._early.finish()
         left = [(n, p) for n, p in with_groups(optimizer) if p.grad is not None and p not in done]

@@ -243,12 +243,16 @@ def test_refused_parameters_and_gradients() -> None:
         stream(torch.optim.SGD(devices))
     with pytest.raises(ValueError, match=r"must have dense parameters, got one of shape \(4, 2\) with gaps in memory"):
         stream(torch.optim.SGD([nn.Parameter(torch.zeros(4, 4)[:, ::2])]))
-    embedding = nn.Embedding(4, 2, sparse=True)
-    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
+    embedding, last = nn.Embedding(4, 2, sparse=True), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([last, *embedding.parameters()], lr=0.1)
     stream(optimizer)
-    embedding(torch.tensor([1])).sum().backward()
+    (embedding(torch.tensor([1])) * last).sum().backward()
     with pytest.raises(TypeError, match=r"gradients must be dense to be stepped in chunks, got one of layout"):
         optimizer.step()
+    assert torch.equal(last, torch.ones(2)), "no parameter has made the step"
+    embedding.weight.grad = None
+    optimizer.step()
+    assert not torch.equal(last, torch.ones(2))
 
 
 def test_too_little_host_memory_is_refused_before_anything_is_changed(
