@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -263,7 +263,7 @@ def prepare(
     memory_budget: int | str,
     max_host_bytes: int | str | None = None,
     *,
-    layers: str | Iterable[nn.Module] | None = None,
+    layers: str | Callable[[nn.Module], Iterable[nn.Module]] | Iterable[nn.Module] | None = None,
     device: torch.device | str | int | None = None,
     state_dtype: torch.dtype | None = None,
     step_in_backward: bool = False,
@@ -292,8 +292,9 @@ def prepare(
         optimizer: Of the model's parameters. ``step()``, schedulers, clipping and ``state_dict()`` work as before.
         memory_budget: All device memory that the training may use, in bytes or as a text such as ``"24GiB"``.
         max_host_bytes: All pinned host memory that it may use; no limit by default.
-        layers: The layers in the order in which forward calls them, or the name of a list of modules in the model, such
-            as ``"model.layers"``. By default, the one list of modules that is not inside another.
+        layers: The layers in the order in which forward calls them, or a function that returns those of a model, or the
+            name of a list of modules in the model, such as ``"model.layers"``. By default, the one list of modules that
+            is not inside another.
         device: Where to train; ``None`` is the current accelerator, and the CPU where there is none.
         state_dtype: ``torch.float32`` holds optimizer state in float32 and steps in float32, for parameters of 16 bits;
             ``None`` leaves that to the optimizer. See :func:`stream_optimizer`.
@@ -315,7 +316,9 @@ def prepare(
     host = None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes")
     parse_bytes(min_bytes, "min_bytes")
     parse_compile(compile)
-    found = find_layers(model, layers) if layers is None or isinstance(layers, str) else layers
+    found: Any = layers
+    if layers is None or isinstance(layers, str) or (callable(layers) and not isinstance(layers, nn.Module)):
+        found = find_layers(model, layers)
     modules = check_layers(found, OffloadListener, "offloaded", "cannot be offloaded")
     own = set(model.parameters())
     strange = [one for group in optimizer.param_groups for one in group["params"] if one not in own]
