@@ -236,7 +236,7 @@ class StateStore:
                     parts[key] = value.to(self._backend.device)
             self.shown[parameter] = parts | {key: state.homes[key] for key in held}
 
-    def foreign(self, states: Mapping[Any, Any]) -> dict[Any, Any]:
+    def foreign(self, states: dict[Any, Any]) -> dict[Any, Any]:
         """The entries of ``states`` that have a tensor which is no home, and belongs into one."""
 
         def strange(parameter: Any, entry: Any) -> bool:
