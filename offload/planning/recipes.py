@@ -15,6 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
+from operator import attrgetter
 
 from offload.base.checks import format_bytes, format_s
 from offload.planning.plan import Plan
@@ -24,11 +26,10 @@ from offload.planning.training_bytes import RECIPES, Recipe, TrainingBytes
 from offload.schedule.points import Point
 
 LEAST_SHARE = 0.05  # of the link, for activations beside copies that need all of it: a plan needs some speed
-MORE_SHARE = 1.5  # so much more than its rest is tried of a link, too: some loads run where the recipe has none
-SHARES = (1 / 3, 2 / 3, 1.0)  # of the state that can be resident at most, tried where copies make the step longer
-WORTH = 0.005  # by what part of the step more resident state must be able to shorten it, so that it is planned for
-LEAST_GAIN = 1e-3  # the same, for state that is resident because the activations do not need the memory
-MARGIN = 0.02  # of the budget, what such state leaves free
+SHARES = 8  # in so many parts a link is divided for that: recipes share plans
+FINER = 2  # so many amounts of memory for activations are tried from each power of two to the next
+MARGIN = 0.02  # of the budget, what state leaves free that is resident because the activations do not need the memory
+WORTH = 0.005  # by what part two steps may differ that are as good as each other
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,9 @@ class Prediction:
         profile = plan.profile
         before = self.training.seconds(self.measured, self.link, self.resident_bytes, self.arithmetic_s)
         less_s = before.beside / len(profile.layers)
-        layers = [replace(layer, backward_s=max(0.0, layer.backward_s - less_s)) for layer in profile.layers]
+        layers = profile.layers
+        if less_s:
+            layers = tuple(replace(layer, backward_s=max(0.0, layer.backward_s - less_s)) for layer in layers)
         rest = Interlude("rest of the step", max(0.0, profile.other_s - before.step - before.tail))
         steps = [*self._steps(plan, recipe, resident), rest]
         timeline = simulate_steps(plan.schedule, layers, self.link, steps, policies=plan.policies, title="")
@@ -179,67 +182,70 @@ def plan_recipes(
     ``plan`` plans activations within so many bytes of device and of host memory for a link; it raises a ``ValueError``
     if they do not fit. ``missing_bytes`` is what a measured step needs beside weights, optimizer state and the layers'
     activations: gradients, the loss, what libraries allocate.
+
+    Resident state and activations share what a recipe leaves. All amounts that a smaller budget tries are tried, too.
     """
-    training, link, seconds = prediction.training, prediction.link, prediction.step_s
+    training, link = prediction.training, prediction.link
     beside = max(0, missing_bytes - training.gradient_bytes(prediction.measured))
 
-    def planned(recipe: Recipe, resident: int) -> RecipePlan:
-        """With so much of the state on the device."""
-        one = _beside_activations(training, recipe, resident)
-        left = max(0, memory_budget - one.device_bytes - beside)
-        host_left = None if max_host_bytes is None else max_host_bytes - one.host_bytes
-        try:
-            plans = [plan(left, host_left, link)]
-            busy_s = training.link_s(recipe, link, resident)[1]
-            plans += [plan(left, host_left, one) for one in _beside_copies(link, busy_s, plans[0])]
-        except ValueError as error:
-            why = str(error).partition(", got")[0]
-            return replace(one, step_s=math.inf, reason=f"activations do not fit: {why}")
-        made = min(plans, key=lambda each: seconds(each, recipe, resident))
-        return _with_plan(one, made, seconds(made, recipe, resident), beside)
+    made = cache(plan)  # recipes ask for the same plans
 
-    def filled(one: RecipePlan) -> RecipePlan:
-        """With the same plan, and as much more of the state on the device as it leaves free."""
-        free = memory_budget * (1 - MARGIN) - one.device_bytes
-        resident = training.most_resident(one.resident_bytes + free)
-        if one.plan is None or one.recipe.optimizer != "streamed" or resident <= one.resident_bytes:
-            return one
-        step_s = seconds(one.plan, one.recipe, resident)
-        if step_s >= one.step_s * (1 - LEAST_GAIN):
-            return one
-        return _with_plan(_beside_activations(training, one.recipe, resident), one.plan, step_s, beside)
-
-    found: list[RecipePlan] = []
-    for least in without_activations(training, memory_budget, max_host_bytes, recipes).recipes:
-        recipe = least.recipe
+    def best(least: RecipePlan) -> RecipePlan:
+        """The shortest step of a recipe that needs as much ``least``."""
         if least.reason:
-            found.append(least)
-            continue
-        best = filled(planned(recipe, least.resident_bytes))
-        most = memory_budget - beside - _beside_activations(training, recipe, 0).device_bytes
-        for share in SHARES if recipe.optimizer == "streamed" else ():
-            resident = training.most_resident(least.resident_bytes + share * (most - least.resident_bytes))
-            if resident <= best.resident_bytes or best.plan is None:
-                continue
-            shortest = min(one.step_s for one in (*found, best) if not one.reason)
-            if seconds(best.plan, recipe, resident) < (1 - WORTH) * shortest:  # as if activations had as much memory
-                best = min(best, filled(planned(recipe, resident)), key=lambda one: one.step_s)
-        found.append(best)
-    return TrainingPlan(tuple(found), memory_budget, max_host_bytes)
+            return least
+        most, found = max(0, memory_budget - least.device_bytes - beside), list[RecipePlan]()
+        try:
+            found += within(least, most, most)
+            for left in _less_than(most) if any(training.link_s(least.recipe, link)) else ():
+                found += within(least, most, left)
+        except ValueError as error:  # nor in less
+            if not found:
+                why = str(error).partition(", got")[0]
+                return replace(least, step_s=math.inf, reason=f"activations do not fit: {why}")
+        return min(found, key=_seconds)
+
+    def within(least: RecipePlan, most: int, left: int) -> list[RecipePlan]:
+        """With so much for activations of the ``most`` that they can have. The state has what they do not need."""
+        recipe, resident = least.recipe, least.resident_bytes
+        if recipe.optimizer == "streamed":
+            resident = training.most_resident(resident + most - left)
+        one = _beside_activations(training, recipe, resident)
+        host_left = None if max_host_bytes is None else max_host_bytes - one.host_bytes
+        plans = [made(left, host_left, link)]
+        busy_s = training.link_s(recipe, link, resident)[1]
+        plans += [made(left, host_left, other) for other in _beside_copies(link, busy_s, plans[0])]
+        pairs = [(each, resident) for each in plans]
+        if recipe.optimizer == "streamed":
+            free = memory_budget * (1 - MARGIN) - beside - one.device_bytes + resident
+            more = ((each, training.most_resident(free - each.peak_bytes)) for each in plans)
+            pairs += [(each, amount) for each, amount in more if amount > resident]
+        return [planned(recipe, *pair) for pair in pairs]
+
+    def planned(recipe: Recipe, each: Plan, resident: int) -> RecipePlan:
+        one, step_s = _beside_activations(training, recipe, resident), prediction.step_s(each, recipe, resident)
+        device, host = one.device_bytes + beside + each.peak_bytes, one.host_bytes + each.host_bytes
+        return replace(one, plan=each, step_s=step_s, device_bytes=device, host_bytes=host)
+
+    every = without_activations(training, memory_budget, max_host_bytes, recipes).recipes
+    return TrainingPlan(tuple(map(best, every)), memory_budget, max_host_bytes)
 
 
-def _with_plan(one: RecipePlan, made: Plan, step_s: float, beside: int) -> RecipePlan:
-    device, host = one.device_bytes + beside + made.peak_bytes, one.host_bytes + made.host_bytes
-    return replace(one, plan=made, step_s=step_s, device_bytes=device, host_bytes=host)
+_seconds = attrgetter("step_s")
+
+
+def _less_than(most: int) -> Iterator[int]:
+    """The same amounts of memory below any budget, the largest first."""
+    for power in range(math.ceil(FINER * math.log2(max(1, most))) - 1, 0, -1):
+        yield int(2 ** (power / FINER))
 
 
 def _beside_copies(link: Link, busy_s: float, plan: Plan) -> list[Link]:
-    """What is left to load activations in backward, of which a recipe's copies take ``busy_s``; and more than that."""
+    """What is left to load activations in backward, of which a recipe's copies take ``busy_s``; and next to nothing."""
     if busy_s <= 0:
         return []
     forward_s = math.fsum(layer.forward_s for layer in plan.profile.layers)
     backward_s = plan.step_s - plan.profile.other_s - forward_s  # with the loss
-    share = 1.0 - busy_s / backward_s if backward_s > 0 else 0.0
-    alone = link.h2d_bytes_per_s
-    left = alone * max(LEAST_SHARE, share)
-    return [replace(link, h2d_bytes_per_s=one) for one in (left, min(alone, MORE_SHARE * left)) if one != alone]
+    share = round(SHARES * (1.0 - busy_s / backward_s)) / SHARES if backward_s > 0 else 0.0
+    shares = {LEAST_SHARE, max(LEAST_SHARE, share)} - {1.0}
+    return [replace(link, h2d_bytes_per_s=one * link.h2d_bytes_per_s) for one in sorted(shares)]

@@ -1,5 +1,7 @@
 """Where weights, gradients and optimizer state are: sizes, seconds, and how much of the state is resident."""
 
+import math
+import random
 from dataclasses import replace
 from itertools import pairwise
 
@@ -7,7 +9,7 @@ import pytest
 
 import offload
 from offload.base.evenly import evenly
-from offload.planning.recipes import Prediction, plan_recipes, without_activations
+from offload.planning.recipes import WORTH, Prediction, plan_recipes, without_activations
 from offload.planning.training_bytes import RECIPES, Recipe, TrainingBytes
 
 RESIDENT, STREAMED, CONSUMED, ALL_CONSUMED, ALL_STREAMED, ON_HOST = RECIPES
@@ -232,17 +234,11 @@ def test_state_that_backward_comes_to_last_is_copied_to_the_host_beside_the_next
     assert step_s(plan, CONSUMED, 0) > step_s(plan, CONSUMED, 8 * GIB) + 8 + 1
 
 
-def test_what_activations_leave_free_is_filled_without_another_plan() -> None:
-    plans: list[offload.Plan] = []
-
-    def plan(device: int, host: int | None, left: offload.Link) -> offload.Plan:
-        plans.append(_plan(device, host, left))
-        return plans[-1]
-
-    [one] = plan_recipes(Prediction(PARTS, LINK, STREAMED), 140 * GIB, None, plan, 17 * GIB, [CONSUMED]).recipes
-    assert one.plan is plans[0]
+def test_what_activations_leave_free_is_filled() -> None:
+    [one] = plan_recipes(Prediction(PARTS, LINK, STREAMED), 140 * GIB, None, _plan, 17 * GIB, [CONSUMED]).recipes
+    assert one.plan is not None
+    assert not one.plan.host_bytes
     assert one.resident_bytes == 60 * GIB
-    assert len(plans) <= 3
 
 
 def test_state_has_memory_that_activations_would_use() -> None:
@@ -260,6 +256,36 @@ def test_state_has_memory_that_activations_would_use() -> None:
     assert one.resident_bytes > 20 * GIB
     assert one.plan is not None
     assert one.plan.recompute_s > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host_gib", [None, 14])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_larger_budget_has_no_longer_step(seed: int, host_gib: int | None) -> None:
+    """A plan for less memory fits as well; steps that differ by less than ``WORTH`` are as good as each other."""
+    draw = random.Random(seed)
+    link = offload.Link(rate := draw.uniform(20e9, 80e9), rate, 1.8 * rate)
+    sizes = [draw.choice((1, 2, 4)) * GIB // 2 for _ in range(3)]
+    regions = tuple(
+        offload.RegionProfile(f"{number}", size, draw.uniform(0.01, 0.08), (number - 1,) if number else (), saved=True)
+        for number, size in enumerate(sizes)
+    )
+    profile = offload.Profile((offload.LayerProfile.from_regions(regions, 0.15, 0.3),) * 4, loss_s=0.1)
+
+    def plan(device: int, host: int | None, left: offload.Link) -> offload.Plan:
+        return offload.plan(profile, device, left, max_host_bytes=host)
+
+    prediction = Prediction(EVEN, link, RESIDENT, arithmetic_s=0.05)
+    host = None if host_gib is None else host_gib * GIB
+    shortest = dict.fromkeys(RECIPES, math.inf)
+    for budget_gib in range(6, 40, 4):
+        for one in plan_recipes(prediction, budget_gib * GIB, host, plan, 5 * GIB).recipes:
+            if not one.reason:
+                assert one.step_s <= shortest[one.recipe] * (1 + WORTH), (budget_gib, one.recipe)
+                assert one.device_bytes <= budget_gib * GIB
+                assert host is None or one.host_bytes <= host
+                shortest[one.recipe] = min(shortest[one.recipe], one.step_s)
+    assert min(shortest.values()) < math.inf
 
 
 def test_state_that_is_resident_is_spread_over_backward() -> None:
