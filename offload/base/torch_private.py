@@ -71,7 +71,7 @@ _COUNTING = _constant("_C.DispatchKey.ADInplaceOrView")
 _uses, _set_eval_frame = _find("_C._storage_Use_Count"), _find("_C._dynamo.eval_frame.set_eval_frame")
 _RULES = "torch._dynamo.trace_rules"
 _HONOURS = "offload: a policy's *_CPU_OFFLOAD is honoured"
-COMPILED_CALL, ORIGINAL = "_compiled_call_impl", "_orig_mod"
+COMPILED_CALL, ORIGINAL, RUNS_COMPILED = "_compiled_call_impl", "_orig_mod", "_TorchDynamoContext."
 _patching = threading.Lock()
 
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from offload.base.torch_private import TorchDispatchMode, dispatch_modes, set_modes, tree_leaves
+from offload.base.torch_private import RUNS_COMPILED, TorchDispatchMode, dispatch_modes, set_modes, tree_leaves
 from offload.device.select import resolve_device
 from offload.recompute.learn import LayerMode
 
@@ -146,7 +147,11 @@ class MemoryPeak:
 
 
 class CpuMemoryPeak(MemoryPeak):
-    """The same on the CPU: what operations of this thread return is counted, from the first start to the stop."""
+    """The same on the CPU: what operations of this thread return is counted, from the first start to the stop.
+
+    Nothing is counted while a model runs that is compiled as a whole: when such a call ends, PyTorch puts the dispatch
+    keys back that it began with, whatever modes were entered or left inside.
+    """
 
     costs_time = True
 
@@ -155,6 +160,8 @@ class CpuMemoryPeak(MemoryPeak):
         self._counted: _Counted | None = None
 
     def start(self) -> None:
+        if _in_compiled_call():
+            return
         self._counted = self._counted or _Counted(self)
         # Outside of all others, which the program may leave while this one counts on.
         set_modes([self._counted, *self._other_modes()])
@@ -179,7 +186,7 @@ class CpuMemoryPeak(MemoryPeak):
     def stop(self) -> None:
         self._counted = None
         others = self._other_modes()
-        if len(others) < len(dispatch_modes()):
+        if len(others) < len(dispatch_modes()) and not _in_compiled_call():
             set_modes(others)
 
     def _other_modes(self) -> list[TorchDispatchMode]:
@@ -203,6 +210,15 @@ class _Counted(CpuAllocations, LayerMode):
     def __init__(self, reader: CpuMemoryPeak) -> None:
         super().__init__()
         self.reader = weakref.ref(reader)
+
+
+def _in_compiled_call() -> bool:
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_qualname.startswith(RUNS_COMPILED):
+            return True
+    return False
 
 
 def memory_peak(device: torch.device) -> MemoryPeak:
