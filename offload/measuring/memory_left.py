@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from offload.optimizer.state import local
 from offload.planning.profile import Link
 
 AUTO_SHARE = 0.92
@@ -73,9 +74,9 @@ class DeviceLeft(GivenMemory):
 
 
 def bytes_of_gradients(parameters: Iterable[torch.Tensor], device: torch.device) -> int:
-    """The gradients that parameters have on a device."""
+    """The gradients that parameters have on a device; of sharded ones, this rank's part."""
     gradients = (parameter.grad for parameter in parameters if parameter.is_leaf)
-    return sum(one.nbytes for one in gradients if one is not None and one.device == device)
+    return sum(local(one).nbytes for one in gradients if one is not None and one.device == device)
 
 
 def allocated_bytes(device: torch.device) -> int:
