@@ -38,6 +38,20 @@ def _races_show():
         yield
 
 
+def slow_reloads(monkeypatch):
+    """From now on, memory for a reload takes long; what is returned is set when it is asked for."""
+    backend, begins = get_backend("cpu"), threading.Event()
+    empty = backend.empty
+
+    def slow_empty(nbytes):
+        begins.set()
+        time.sleep(0.1)
+        return empty(nbytes)
+
+    monkeypatch.setattr(backend, "empty", slow_empty)
+    return begins
+
+
 def gradients(layers):
     found = [parameter.grad for parameter in layers.parameters()]
     layers.zero_grad()
@@ -166,19 +180,12 @@ def test_a_thread_that_needs_a_layer_while_its_reload_begins_starts_no_other(mon
     loss = sync(loss)
     controller.start_offload_layer(0)
     controller.release_activation_forward_gpu_memory(0)
-    backend = get_backend("cpu")
-    begun, empty = threading.Event(), backend.empty
-
-    def slow_empty(nbytes):
-        begun.set()
-        time.sleep(0.1)
-        return empty(nbytes)
+    begun = slow_reloads(monkeypatch)
 
     def backward():
         begun.wait(10)
         return torch.autograd.grad(loss, leaf)
 
-    monkeypatch.setattr(backend, "empty", slow_empty)
     found, _ = in_threads(backward, partial(controller.start_reload_layer, 0))
     assert_same(expected, found)
     stats = context.stats()
@@ -196,15 +203,7 @@ def test_a_tensor_that_is_resized_while_its_reload_begins(monkeypatch):
     loss = sync(loss)
     controller.start_offload_layer(0)
     controller.release_activation_forward_gpu_memory(0)
-    backend = get_backend("cpu")
-    begun, empty = threading.Event(), backend.empty
-
-    def slow_empty(nbytes):
-        begun.set()
-        time.sleep(0.1)
-        return empty(nbytes)
-
-    monkeypatch.setattr(backend, "empty", slow_empty)
+    begun = slow_reloads(monkeypatch)
 
     def resize():
         begun.wait(10)

@@ -423,18 +423,21 @@ def test_a_budget_that_cannot_be_met_is_said(lab: Lab) -> None:
         assert handle.plan is None
 
 
+def step_peak(layers: nn.ModuleList, x: torch.Tensor) -> int:
+    """The most memory of a step that allocates all gradients."""
+    layers.zero_grad()
+    with offload.memory_meter(x.device) as meter:
+        through(layers, x * 1).square().mean().backward()
+    return meter.peak_bytes
+
+
 def test_everything_is_recomputed_where_no_plan_leaves_as_little(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
     """The measured microbatches keep to the budget, so that it is not said to be too small."""
     caplog.set_level("INFO", "offload.measuring.follow_plan")
     layers, _ = build("decoder", LAYERS, lab.device)
     x = torch.rand(8, 64, WIDTH, device=lab.device)
 
-    def step() -> int:
-        layers.zero_grad()
-        with offload.memory_meter(lab.device) as meter:
-            through(layers, x * 1).square().mean().backward()
-        return meter.peak_bytes
-
+    step = partial(step_peak, layers, x)
     with budgeted(layers, lab, "1GiB"):
         _, recomputed_bytes = step(), step()
     with budgeted(layers, lab, recomputed_bytes), pytest.warns(UserWarning, match="not while the layers were learned"):
@@ -447,12 +450,7 @@ def test_a_budget_that_is_met_is_not_said_to_be_too_small(lab: Lab, monkeypatch:
     layers, _ = build("decoder", LAYERS, lab.device)
     x = torch.rand(1, 4, WIDTH, device=lab.device)
 
-    def step() -> int:
-        layers.zero_grad()
-        with offload.memory_meter(lab.device) as meter:
-            through(layers, x * 1).square().mean().backward()
-        return meter.peak_bytes
-
+    step = partial(step_peak, layers, x)
     budget = round(1.01 * step())
     with budgeted(layers, lab, budget) as handle:
         peaks = Peaks(monkeypatch)
@@ -635,12 +633,7 @@ def test_what_a_plans_first_step_needs_is_said_if_that_breaks_the_budget(lab: La
     layers, _ = build("decoder", 1, lab.device)
     x = torch.rand(4, 64, WIDTH, device=lab.device)
 
-    def step() -> int:
-        layers.zero_grad()
-        with offload.memory_meter(lab.device) as meter:
-            through(layers, x * 1).square().mean().backward()
-        return meter.peak_bytes
-
+    step = partial(step_peak, layers, x)
     options: dict[str, Any] = {"min_bytes": 1, "device": lab.device}
     profile = offload.profile_layers(layers, step, regions=True, steps=1, **options)
     kept = frozenset(number for number, one in enumerate(profile.layers[0].regions) if one.name == "input")

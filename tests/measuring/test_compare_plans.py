@@ -1,10 +1,13 @@
 """Plans that choose among regions, whole layers or checkpoints, compared by what microbatches take."""
 
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from offload.device.backend import Backend
 from offload.measuring.compare_plans import ComparePlans
 from offload.planning.plan import make_plan
 from offload.planning.profile import LayerProfile, Link, Profile
@@ -15,16 +18,17 @@ MIB = 1 << 20
 LINK = Link(8e9, 8e9, 16e9)
 
 
-class Device:
+class Device(Backend):
     """Marks that hold seconds, which a test lets pass."""
 
     def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
         self.now_s = 0.0
 
-    def mark(self) -> float:
+    def mark(self) -> Any:
         return self.now_s
 
-    def seconds(self, marks: list[tuple[float, float]]) -> list[float]:
+    def seconds(self, marks: Iterable[tuple[Any, Any]]) -> list[float]:
         return [end - begin for begin, end in marks]
 
 
@@ -48,7 +52,7 @@ def test_a_plan_that_is_slower_than_predicted_gives_way_to_the_fastest(elements:
     regions, layers, checkpoints = plan(1.0), plan(1.1), plan(1.3)
     plans = {Among.REGIONS: regions, Among.LAYERS: layers, Among.CHECKPOINTS: checkpoints}
     device = Device()
-    compare = ComparePlans(device)  # type: ignore[arg-type]  # as much of a backend as it takes
+    compare = ComparePlans(device)
     took_s = {id(regions): 1.6, id(layers): 1.7, id(checkpoints): 1.3}
     followed = run(compare, device, took_s, compare.best(plans, 100), elements)
     assert followed[0] is regions
@@ -62,7 +66,7 @@ def test_a_plan_that_is_slower_than_predicted_gives_way_to_the_fastest(elements:
 def test_a_plan_stays_that_is_faster_than_the_others_can_be() -> None:
     plans = {Among.REGIONS: plan(1.0), Among.CHECKPOINTS: plan(1.5)}
     device = Device()
-    compare = ComparePlans(device)  # type: ignore[arg-type]  # as above
+    compare = ComparePlans(device)
     first = compare.best(plans, 100)
     assert set(map(id, run(compare, device, {id(one): 1.02 for one in plans.values()}, first))) == {id(first)}
 
@@ -71,7 +75,7 @@ def test_where_all_predictions_are_too_long_the_others_are_measured_too() -> Non
     """As on a host that is slow while layers are measured: the first plan takes less than any other is predicted to."""
     plans = {Among.REGIONS: plan(1.4), Among.LAYERS: plan(1.6), Among.CHECKPOINTS: plan(1.5)}
     device = Device()
-    compare = ComparePlans(device)  # type: ignore[arg-type]  # as above
+    compare = ComparePlans(device)
     took_s = {id(plans[Among.REGIONS]): 1.0, id(plans[Among.LAYERS]): 1.1, id(plans[Among.CHECKPOINTS]): 0.9}
     assert run(compare, device, took_s, compare.best(plans, 100))[-1] is plans[Among.CHECKPOINTS]
     assert not compare.measures
@@ -81,7 +85,7 @@ def test_a_host_that_is_busy_for_a_moment_does_not_decide() -> None:
     """The fastest plan takes longer while it is measured for the first time, and is measured again."""
     now, other = plan(1.0), plan(1.2)
     regions, device = now, Device()
-    compare = ComparePlans(device)  # type: ignore[arg-type]  # as above
+    compare = ComparePlans(device)
     assert compare.best({Among.REGIONS: regions, Among.CHECKPOINTS: other}, 100) is regions
     for number in range(20):
         now = compare.begin_microbatch(100, ready=True) or now
@@ -94,7 +98,7 @@ def test_a_host_that_is_busy_for_a_moment_does_not_decide() -> None:
 def test_microbatches_that_overlap_or_are_small_are_not_measured() -> None:
     plans = {Among.REGIONS: plan(1.0), Among.CHECKPOINTS: plan(1.3)}
     device = Device()
-    compare = ComparePlans(device)  # type: ignore[arg-type]  # as above
+    compare = ComparePlans(device)
     first = compare.best(plans, 100)
     run(compare, device, {id(first): 9.0}, first, elements=50)
     assert compare.measures
@@ -111,7 +115,7 @@ def test_a_microbatch_that_skips_layers_is_not_measured() -> None:
     """Under the slower plan, every second microbatch skips most of its layers."""
     regions, checkpoints = plan(1.0), plan(1.3)
     now, device, followed = regions, Device(), []
-    compare = ComparePlans(device)  # type: ignore[arg-type]  # as above
+    compare = ComparePlans(device)
     assert compare.best({Among.REGIONS: regions, Among.CHECKPOINTS: checkpoints}, 100) is regions
     for number in range(40):
         now = compare.begin_microbatch(100, ready=True) or now
