@@ -268,6 +268,9 @@ class RegionSet(ActivationSet):
         with without_modes():
             trace = learn.trace
             plain = plain_memory(tensor) is not None
+            moves = plain and type(tensor) is torch.Tensor
+            moves = moves and isinstance(decide(tensor, self._rules._replace(min_bytes=0)), type)
+            small = tensor.untyped_storage().nbytes() < self._rules.min_bytes if moves else False
             time = len(trace.steps)
             trace.saved.append(
                 SavedTensor(
@@ -277,7 +280,8 @@ class RegionSet(ActivationSet):
                     tensor.shape,
                     tensor.stride() if plain else (),
                     tensor.dtype,
-                    plain and type(tensor) is torch.Tensor and isinstance(decide(tensor, self._rules), type),
+                    moves and not small,
+                    small,
                 )
             )
             if type(tensor) in (torch.Tensor, nn.Parameter):

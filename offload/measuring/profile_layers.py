@@ -186,7 +186,8 @@ def learned_profile(
         ran, times.seconds(), again_s, _host_seconds([one for one, _ in ran], times), strict=True
     ):
         timed = [replace(region, seconds=(ratio if one.runs_again else 1.0) * region.seconds) for region in costs]
-        layers.append(LayerProfile.from_regions(timed, forward_s, max(forward_s, backward_s - run_s), host=host))
+        times_s = forward_s, max(forward_s, backward_s - run_s)
+        layers.append(LayerProfile.from_regions(timed, *times_s, small_bytes=one.small_bytes, host=host))
     profile = Profile(tuple(layers), times.loss_s())
     num_layers = len({*learning_schedule(len(policies)).offloaded_layers} & {*times.ran})
     profile = with_workspace(profile, times.peaks(), num_layers, recompute_all(profile))

@@ -154,6 +154,7 @@ class CostsBySize:
                     workspace_bytes=round(line("workspace_bytes")),
                     forward_workspace_bytes=round(line("forward_workspace_bytes")),
                     freed_sooner_bytes=round(line("freed_sooner_bytes")),
+                    small_bytes=round(line("small_bytes")),
                     host=timed[-1].host,
                 )
             )

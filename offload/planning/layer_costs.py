@@ -228,7 +228,10 @@ def layer_pieces(layer: LayerProfile, policy: LayerPolicy | None = None, *, offl
     places = {number: place for place, number in enumerate(moving)}
     held = costs.kept | costs.dropped
     freed = known.freed_after(costs.dropped, len(regions) - 1)
-    forward, backward = [], []
+    whole = not costs.kept - inputs_of(regions)
+    small_bytes = 0 if whole else layer.small_bytes
+    forward = [Piece("forward", 0.0, small_bytes)]
+    backward = [Piece("backward", 0.0, freed_bytes=small_bytes)]
     for number, (region, share) in enumerate(zip(regions, shares, strict=True)):
         nbytes = region.nbytes if number in held else 0
         forward.append(Piece("forward", share * layer.forward_s, nbytes, freed[number], number in places))
@@ -241,7 +244,7 @@ def layer_pieces(layer: LayerProfile, policy: LayerPolicy | None = None, *, offl
         backward[::-1],
         [regions[number].nbytes for number in moving],
         # PyTorch holds what a node has saved while it sums the node's gradients, but not what is recomputed for it.
-        max(0, layer.workspace_bytes - (0 if costs.kept - inputs_of(regions) else layer.freed_sooner_bytes)),
+        max(0, layer.workspace_bytes - (layer.freed_sooner_bytes if whole else 0)),
         host.kept_s
         + (host.policy_s if offloads or costs.dropped else 0.0)
         + (host.second_run_s if costs.dropped else 0.0),

@@ -90,6 +90,7 @@ class LayerProfile:
     regions: tuple[RegionProfile, ...] = field(default=(), kw_only=True)
     forward_workspace_bytes: int | None = field(default=None, kw_only=True)  #: In forward; as in backward if left out.
     freed_sooner_bytes: int = field(default=0, kw_only=True)  #: So much less if the whole layer is recomputed.
+    small_bytes: int = field(default=0, kw_only=True)  #: Saved beside that, kept unless the whole layer is recomputed.
     host: HostSeconds = field(default=NO_HOST, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -99,6 +100,7 @@ class LayerProfile:
             vars(self)["forward_workspace_bytes"] = self.workspace_bytes
         check_number("forward_workspace_bytes", self.forward_workspace_bytes)
         check_number("freed_sooner_bytes", self.freed_sooner_bytes)
+        check_number("small_bytes", self.small_bytes)
         for name, seconds in zip(HostSeconds._fields, self.host, strict=True):
             check_number(f"host.{name}", seconds)
         if self.regions:
@@ -124,6 +126,7 @@ class LayerProfile:
         workspace_bytes: int = 0,
         forward_workspace_bytes: int | None = None,
         freed_sooner_bytes: int = 0,
+        small_bytes: int = 0,
         host: HostSeconds = NO_HOST,
     ) -> LayerProfile:
         """The profile of a layer whose regions are known: what it saves is what they save."""
@@ -138,6 +141,7 @@ class LayerProfile:
             regions=regions,
             forward_workspace_bytes=forward_workspace_bytes,
             freed_sooner_bytes=freed_sooner_bytes,
+            small_bytes=small_bytes,
             host=host,
         )
 

@@ -142,6 +142,11 @@ class LayerPolicies(RegionPolicies):
                 seen.add(saved.storage)
                 yield way.trace.storages[saved.storage].nbytes, policy
 
+    @property
+    def small_bytes(self) -> int:
+        """Bytes of the saved tensors too small to be offloaded that the last learned forward has dropped."""
+        return 0 if self.last is None else self.last.small_bytes
+
     def by_name(self) -> dict[str, str]:
         return {} if self.last is None else self.last.by_name(self)
 

@@ -110,6 +110,8 @@ class SavedTensor:
     dtype: torch.dtype
     movable: bool
     """Whether it may be offloaded, and so be dropped: it is large enough, and no parameter."""
+    small: bool = False
+    """Whether only its size forbids that: it may be dropped if all else is."""
 
 
 class Trace:

@@ -129,6 +129,26 @@ class Way:
         saved = enumerate(self.trace.saved)
         return [number for number, one in saved if one.movable and self.name_at(number) is not None]
 
+    def _small(self) -> list[int]:
+        """The numbers of the saved tensors that are dropped where all that :meth:`droppable` names is."""
+        steps, storages = self.trace.steps, self.trace.storages
+        saved = enumerate(self.trace.saved[: self.limit])
+        return [
+            number
+            for number, one in saved
+            if one.small
+            and one.storage is not None
+            and (storages[one.storage].writers or not steps)
+            and number not in self.forced
+        ]
+
+    @property
+    def small_bytes(self) -> int:
+        """What is dropped of them."""
+        saved = (self.trace.saved[number] for number in self.replay.run.dropped)
+        small = {one.storage for one in saved if one.small and one.storage is not None}
+        return sum(self.trace.storages[one].nbytes for one in small)
+
     def names_of(self, numbers: Iterable[int]) -> set[str]:
         """The names of the regions that saved tensors look into."""
         return {name for name in map(self.name_at, numbers) if name is not None}
@@ -143,6 +163,9 @@ class Way:
         trace = self.trace
         wanted = [self._wanted(number, policies) for number in range(len(trace.saved))]
         self._unify_rest(wanted, OFFLOAD)
+        if {wanted[number] for number in self.droppable()} == {RECOMPUTE}:
+            for number in self._small():
+                wanted[number] = RECOMPUTE
         while True:
             dropped = [number for number, policy in enumerate(wanted) if policy is RECOMPUTE]
             run = second_run(trace, dropped, draws=draws)
@@ -169,7 +192,7 @@ class Way:
                 saved.shape,
                 saved.stride if number in self.replay.numbers else None,
                 saved.dtype,
-                policy if saved.movable else KEEP,
+                policy if saved.movable or policy is RECOMPUTE else KEEP,
             )
             for number, (saved, policy) in enumerate(zip(trace.saved, wanted, strict=True))
         ]

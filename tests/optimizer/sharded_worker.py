@@ -132,7 +132,7 @@ def sums_left(rank, world, device):
         torch.manual_seed(0)
         values = torch.randn(6, 4, device=device)
         weights = [nn.Parameter(distribute_tensor(values, mesh, [place])) for place in (Replicate(), Shard(0))]
-        # PyTorch's foreach kernels, its choice on a GPU, lose what they add to a momentum that is a sum (2.11): each alone.
+        # On GPUs PyTorch's choice, foreach kernels, lose what they add to a momentum that is a sum over ranks (2.11).
         optimizer = torch.optim.SGD(weights, lr=0.1, momentum=0.9, foreach=False)
         if streamed:
             stream(optimizer)
