@@ -14,22 +14,25 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.activations.module_hooks import OffloadListener
 from offload.activations.stats import OffloadStats
 from offload.base.checks import check_type, describe, format_bytes, parse_budget, parse_bytes
-from offload.base.layer_events import Handle, check_layers, find_layers
+from offload.base.layer_events import Handle, check_layers, compute_device, find_layers
 from offload.device.select import resolve_device
 from offload.measuring.follow_compiled import follow_plan
 from offload.measuring.follow_plan import FollowPlan
-from offload.measuring.memory_left import AUTO_SHARE, bytes_of_gradients
+from offload.measuring.memory_left import AUTO_SHARE, bytes_of_gradients, left_bytes
 from offload.optimizer.arithmetic import seconds_per_element
 from offload.optimizer.chunks import NUM_SLOTS
 from offload.optimizer.proof import prove
+from offload.optimizer.remainder import REMAINDER_BYTES
 from offload.optimizer.stand_in import with_groups
-from offload.optimizer.stream import CHUNK_BYTES, OptimizerStats, StreamedOptimizer, stream_optimizer
+from offload.optimizer.state import local
+from offload.optimizer.stream import CHUNK_BYTES, OptimizerStats, StreamedOptimizer, check_float32, stream_optimizer
 from offload.planning.plan import Plan, make_plan
 from offload.planning.profile import Link
 from offload.planning.recipes import Prediction, RecipePlan, TrainingPlan, plan_recipes, without_activations
@@ -55,7 +58,7 @@ class PreparedTraining(Handle):
     _training: TrainingBytes
     _plan: TrainingPlan
     _device: torch.device
-    _state_dtype: torch.dtype | None
+    _in_float32: Mapping[str, Any]  # which numbers are held and stepped in float32: arguments of stream_optimizer
     _chunk_bytes: int
     _follow: Mapping[str, Any]  # how a plan of the activations is followed
 
@@ -129,7 +132,6 @@ class PreparedTraining(Handle):
         self._hook.remove()
         if self._activations is not None:
             self._activations.remove()
-            self._activations = None
         if self._state is not None:
             self._state.remove(on_device=self.recipe.optimizer == "resident")
         if self._weights is not None:
@@ -153,7 +155,8 @@ class PreparedTraining(Handle):
 
     def gradient_bytes(self) -> int:
         """Gradients on the device now; those of streamed weights are on the host, or stepped with already."""
-        elsewhere = {one for layer in self._layers for one in layer.parameters()} if self._weights else set()
+        layers = self._layers if self.recipe.weights == "streamed" else []
+        elsewhere = {one for layer in layers for one in layer.parameters()}
         return bytes_of_gradients((one for one in self._model.parameters() if one not in elsewhere), self._device)
 
     def __repr__(self) -> str:
@@ -165,17 +168,17 @@ class PreparedTraining(Handle):
     def _put_in_place(self, planned: RecipePlan) -> None:
         recipe = self.recipe = planned.recipe  # where weights, gradients and optimizer state are now
         self.resident_bytes = planned.resident_bytes  # optimizer state that is on the device by the recipe
-        if recipe.weights == "streamed" and self._weights is None:
+        if recipe.weights == "streamed" and compute_device(self._layers) is None:
             self._weights = stream_weights(self._layers, self._device)
         self._model.to(self._device)
         most = self._most_pooled()
-        if recipe.optimizer == "streamed" or (recipe.optimizer == "resident" and self._state_dtype is not None):
+        if recipe.optimizer == "streamed" or (recipe.optimizer == "resident" and self._in_float32["state_dtype"]):
             self._state = stream_optimizer(  # which adopts the state from where it is
                 self._optimizer,
                 chunk_bytes=self._chunk_bytes,
                 max_host_bytes=most,
                 resident_bytes=_ALL if recipe.optimizer == "resident" else self.resident_bytes,
-                state_dtype=self._state_dtype,
+                **self._in_float32,
                 in_backward=recipe.gradients == "consumed",
                 consume_gradients=recipe.gradients == "consumed",
             )
@@ -202,7 +205,9 @@ class PreparedTraining(Handle):
         if self._prediction is not None or activations is None or activations.profile is None:
             return
         profile, link = activations.profile, activations.link
-        element_s = seconds_per_element(self._optimizer, self._state_dtype, self._device, self._chunk_bytes)
+        element_s = seconds_per_element(
+            self._optimizer, device=self._device, chunk_bytes=self._chunk_bytes, **self._in_float32
+        )
         arithmetic_s = element_s * self._training.trained_elements
         self._prediction = Prediction(self._training, link, self.recipe, self.resident_bytes, arithmetic_s)
         made = plan_recipes(
@@ -266,6 +271,7 @@ def prepare(
     layers: str | Callable[[nn.Module], Iterable[nn.Module]] | Iterable[nn.Module] | None = None,
     device: torch.device | str | int | None = None,
     state_dtype: torch.dtype | None = None,
+    master_weights: bool = False,
     step_in_backward: bool = False,
     min_bytes: int | str = DEFAULT_MIN_BYTES,
     compile: bool | Mapping[str, Any] = False,  # noqa: A002  # as PyTorch calls it
@@ -287,10 +293,14 @@ def prepare(
     The model may be on the CPU or on the device. The first steps are measured, with much of the budget left for
     activations. At the end of the third step or so, the fastest recipe is put in place; ``plan`` has the table of all.
 
+    In a process group of several ranks, the weights remain where they are, and each rank chooses the rest for itself.
+    Weights that the program streams, by :func:`stream_weights` before this, are streamed on.
+
     Args:
         model: The model. Inputs belong on ``device``.
         optimizer: Of the model's parameters. ``step()``, schedulers, clipping and ``state_dict()`` work as before.
-        memory_budget: All device memory that the training may use, in bytes or as a text such as ``"24GiB"``.
+        memory_budget: All device memory that the training may use, in bytes or as a text such as ``"24GiB"``; or
+            ``"auto"``, which is what the device has left, and what the model has there.
         max_host_bytes: All pinned host memory that it may use; no limit by default.
         layers: The layers in the order in which forward calls them, or a function that returns those of a model, or the
             name of a list of modules in the model, such as ``"model.layers"``. By default, the one list of modules that
@@ -298,6 +308,7 @@ def prepare(
         device: Where to train; ``None`` is the current accelerator, and the CPU where there is none.
         state_dtype: ``torch.float32`` holds optimizer state in float32 and steps in float32, for parameters of 16 bits;
             ``None`` leaves that to the optimizer. See :func:`stream_optimizer`.
+        master_weights: Whether to step float32 weights, as :func:`stream_optimizer` does; needs ``state_dtype``.
         step_in_backward: Whether parameters may be stepped in backward, as soon as their gradients are complete. Then
             gradients need no memory of their own. Leave it out with clipping, ``GradScaler`` or accumulation.
         min_bytes: Activations below this size are kept on the device.
@@ -312,7 +323,9 @@ def prepare(
     """
     check_type("model", model, nn.Module, "a module")
     check_type("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer of the model's parameters")
-    budget = parse_budget(memory_budget)
+    check_float32(state_dtype, master_weights=master_weights)
+    target = resolve_device(device)
+    budget = _all_bytes(target, model, optimizer) if memory_budget == "auto" else parse_budget(memory_budget)
     host = None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes")
     parse_bytes(min_bytes, "min_bytes")
     parse_compile(compile)
@@ -328,13 +341,24 @@ def prepare(
             f"of shape {tuple(strange[0].shape)}; build it from model.parameters()."
         )
     chunk_bytes = max(1 << 12, min(CHUNK_BYTES, budget // 90))  # three slots take at most a thirtieth of the budget
-    training = training_bytes(model, modules, optimizer, state_dtype, chunk_bytes)
+    in_float32: dict[str, Any] = {"state_dtype": state_dtype, "master_weights": master_weights}
+    try:
+        training = training_bytes(model, modules, optimizer, chunk_bytes, **in_float32)
+    except TypeError as error:
+        instead = "call offload_layers(…, memory_budget=…), which plans activations alone"
+        raise TypeError(f"{str(error).rstrip('.')}, and {instead}.") from error
+    places: set[str] = {"resident", "streamed"}
+    if compute_device(modules) is not None:
+        places = {"streamed"}  # by the program
+    elif dist.is_initialized() and dist.get_world_size() > 1:
+        places = {"resident"}  # where each rank may choose for itself what is shortest
     recipes = [
         recipe
         for recipe in RECIPES
-        if (step_in_backward or recipe.gradients != "consumed") and (state_dtype is None or recipe.optimizer != "cpu")
+        if recipe.weights in places
+        and (step_in_backward or recipe.gradients != "consumed")
+        and (state_dtype is None or recipe.optimizer != "cpu")
     ]
-    target = resolve_device(device)
     plan = replace(without_activations(training, usable_bytes(budget, target), host, recipes), memory_budget=budget)
     if all(one.reason for one in plan.recipes):
         needs = "; ".join(f"{one.recipe}: {one.reason}" for one in plan.recipes)
@@ -344,7 +368,15 @@ def prepare(
             "train fewer parameters (LoRA)."
         )
     follow = {"min_bytes": min_bytes, "compiles": compile}
-    return PreparedTraining(model, modules, optimizer, training, plan, target, state_dtype, chunk_bytes, follow)
+    return PreparedTraining(model, modules, optimizer, training, plan, target, in_float32, chunk_bytes, follow)
+
+
+def _all_bytes(device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """What the device has left, and what the training has there already."""
+    tensors = [one for entry in optimizer.state.values() for one in entry.values() if isinstance(one, torch.Tensor)]
+    tensors += [one for each in model.parameters() for one in (each, each.grad) if one is not None]
+    here = {part.untyped_storage() for part in map(local, tensors) if part.device == device}
+    return left_bytes(device) + sum(storage.nbytes() for storage in here)
 
 
 def usable_bytes(memory_budget: int, device: torch.device) -> int:
@@ -356,21 +388,23 @@ def training_bytes(
     model: nn.Module,
     layers: list[nn.Module],
     optimizer: torch.optim.Optimizer,
-    state_dtype: torch.dtype | None,
     chunk_bytes: int,
+    *,
+    state_dtype: torch.dtype | None = None,
+    master_weights: bool = False,
 ) -> TrainingBytes:
-    """What a model's training holds beside activations."""
+    """What a model's training holds beside activations; of sharded parameters, this rank's part counts."""
     layouts = prove(optimizer, state_dtype).layouts
-    in_turn = [parameter for _, parameter in with_groups(optimizer)]
-    stepped = set(in_turn)
-
-    def of_state(parameter: nn.Parameter) -> int:
-        if parameter not in stepped or not parameter.requires_grad:
-            return 0
-        return parameter.numel() * sum(dtype.itemsize for dtype in layouts.get(parameter, {}).values())
-
-    own = [list(layer.parameters()) for layer in layers]
-    return TrainingBytes.of(list(model.parameters()), own, of_state, NUM_SLOTS * chunk_bytes, in_turn)
+    parts: dict[Any, torch.Tensor] = {one: local(one).requires_grad_(one.requires_grad) for one in model.parameters()}
+    state: dict[Any, int] = {}
+    for _, parameter in with_groups(optimizer):
+        sizes = [dtype.itemsize for dtype in layouts.get(parameter, {}).values()]
+        if sizes and master_weights and parameter.dtype is torch.bfloat16:
+            sizes.append(REMAINDER_BYTES)
+        part = parts[parameter]
+        state[part] = parameter.requires_grad * part.numel() * sum(sizes)
+    own = [[parts[one] for one in layer.parameters()] for layer in layers]
+    return TrainingBytes.of([*parts.values()], own, lambda one: state.get(one, 0), NUM_SLOTS * chunk_bytes, [*state])
 
 
 def _first_recipe(plan: TrainingPlan) -> Recipe:

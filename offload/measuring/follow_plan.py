@@ -79,8 +79,6 @@ class FollowPlan(WatchedLayers):
         nothing = Schedule(len(layers))
         context = OffloadContext(nothing, len(layers), min_bytes=min_bytes, device=device, max_host_bytes=most)
         self._backend = context.backend
-        if memory_budget == "auto" and self._backend.device.type == "cpu":
-            raise ValueError('memory_budget="auto" asks an accelerator what it has left; on the CPU, give bytes.')
         self._compare = None if memory_budget is None else ComparePlans(self._backend)
         if memory_budget == "auto":
             memory_budget = DeviceLeft(self._backend.device, layers, most)

@@ -64,7 +64,7 @@ class DeviceLeft(GivenMemory):
     """What the device has left, for ``memory_budget="auto"``."""
 
     def __init__(self, device: torch.device, layers: Iterable[nn.Module], host_bytes: int | None) -> None:
-        super().__init__(0, device, layers, host_bytes)
+        super().__init__(left_bytes(device), device, layers, host_bytes)
 
     def device_bytes(self) -> int:
         return int(AUTO_SHARE * (left_bytes(self._device) + self.gradient_bytes()))
@@ -86,6 +86,8 @@ def allocated_bytes(device: torch.device) -> int:
 
 def left_bytes(device: torch.device) -> int:
     """What can still be allocated: what nobody has, and what PyTorch's allocator has cached; within its limit."""
+    if device.type == "cpu":
+        raise ValueError('memory_budget="auto" asks an accelerator what it has left; on the CPU, give bytes.')
     free, total = torch.accelerator.get_memory_info(device)
     reserved = torch.accelerator.memory_reserved(device)
     if device.type == "cuda":

@@ -21,7 +21,12 @@ FILLING = 64  # copies that keep an accelerator busy until the host has queued t
 
 
 def seconds_per_element(
-    optimizer: torch.optim.Optimizer, state_dtype: torch.dtype | None, device: torch.device, chunk_bytes: int
+    optimizer: torch.optim.Optimizer,
+    state_dtype: torch.dtype | None,
+    device: torch.device,
+    chunk_bytes: int,
+    *,
+    master_weights: bool = False,
 ) -> float:
     """Seconds of a step for each element, of a parameter like the largest whose state is resident and fills a chunk."""
     trained = [pair for pair in with_groups(optimizer) if pair[1].requires_grad and pair[1].ndim and pair[1].numel()]
@@ -36,7 +41,7 @@ def seconds_per_element(
     alone = stand_in_for(optimizer, [group], defaultdict(dict))
     backend = get_backend(device)
     proof = prove(alone, state_dtype, device)
-    options: dict[str, Any] = {"state_dtype": state_dtype, "master_weights": False, "max_host_bytes": None}
+    options: dict[str, Any] = {"state_dtype": state_dtype, "master_weights": master_weights, "max_host_bytes": None}
     stepper = ChunkStepper(alone, backend, max(1, chunk_bytes), proof=proof, resident_bytes=1 << 60, **options)
     with torch.no_grad():
         stepper.step([(0, parameter)])  # which makes the state

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 REMAINDER = "master_remainder"  # the name of the remainders in the state of a parameter
+REMAINDER_BYTES = 2  # of a weight
 _TIE = 1 << 15
 
 

@@ -265,10 +265,7 @@ def stream_optimizer(
     chunk_size, resident = parse_bytes(chunk_bytes, "chunk_bytes"), parse_bytes(resident_bytes, "resident_bytes")
     if chunk_size < 1:
         raise ValueError(f"chunk_bytes must be at least 1 byte, got {chunk_size}; leave it out for 512 MiB.")
-    if state_dtype not in (None, torch.float32):
-        raise ValueError(f"state_dtype must be torch.float32 or None, got {state_dtype!r}")
-    if master_weights and state_dtype is None:
-        raise ValueError("master_weights must be False without state_dtype=torch.float32, got True; pass both.")
+    check_float32(state_dtype, master_weights=master_weights)
     if consume_gradients and not in_backward:
         raise ValueError("consume_gradients must be False without in_backward=True, got True; pass both.")
     device = _check_optimizer(optimizer)
@@ -300,6 +297,14 @@ def stream_optimizer(
         stepper.chunk_bytes = max(1, min(stepper.chunk_bytes, stepper.counters["host_bytes"] // MIN_CHUNKS))
     early = BackwardSteps(stepper, consume=consume_gradients) if in_backward else None
     return StreamedOptimizer(stepper, early)
+
+
+def check_float32(state_dtype: torch.dtype | None, *, master_weights: bool) -> None:
+    """Raise unless these arguments can be given together."""
+    if state_dtype not in (None, torch.float32):
+        raise ValueError(f"state_dtype must be torch.float32 or None, got {state_dtype!r}")
+    if master_weights and state_dtype is None:
+        raise ValueError("master_weights must be False without state_dtype=torch.float32, got True; pass both.")
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> torch.device:

@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn.parallel import DistributedDataParallel
 from training import build, loss_of, plain_steps, stream
 
+import offload
+
 STEPS = 6
 adamw = functools.partial(torch.optim.AdamW, lr=1e-2, fused=True)
 
@@ -50,10 +52,13 @@ def each_rank_loss(model, number, rank):
     return loss_of(model, 2 * number + rank)
 
 
-def train(make_model, rank, world, device, streamed, *, microbatches=1, clip=False, **options):
+def train(make_model, rank, world, device, streamed, *, microbatches=1, clip=False, budget=None, **options):
     model = make_model(rank, world, device)
     optimizer = adamw(model.parameters())
     handle = stream(optimizer, **options) if streamed else None
+    if budget is not None:
+        layers = [one for one in model.modules() if isinstance(one, nn.Linear)]
+        handle = offload.prepare(model, optimizer, budget, layers=layers, device=device, min_bytes=0)
     for number in range(STEPS):
         for microbatch in range(microbatches):
             last = microbatch == microbatches - 1
@@ -114,6 +119,20 @@ def checkpointed(rank, world, device):
     return found
 
 
+def prepared(rank, world, device):
+    """Budgets for everything, and for all but the optimizer state, which the table counts for this rank."""
+    found = []
+    for make_model, budgets in ((sharded, ("1GiB", "100KiB")), (replicated, ("1GiB", "200KiB"))):
+        options = {"microbatches": 2, "clip": True}
+        expected = parts(*train(make_model, rank, world, device, False, **options)[:2])
+        for budget in budgets:
+            model, optimizer, handle = train(make_model, rank, world, device, False, budget=budget, **options)
+            recipes = handle.plan.recipes
+            found.append((expected, parts(model, optimizer), handle.recipe, [one.recipe.weights for one in recipes]))
+            found[-1] += (sum(recipes[0].state_bytes),)
+    return found
+
+
 def removed(rank, world, device):
     model, optimizer, handle = train(sharded, rank, world, device, True)
     handle.remove()
@@ -154,7 +173,7 @@ def find(rank, world, device):
             model, optimizer, handle = train(make_model, rank, world, device, streamed, **options)
             found[name].append(parts(model, optimizer))
         found[name].append(handle.stats())
-    for case in (in_backward_of_ddp, checkpointed, removed, sums_left):
+    for case in (in_backward_of_ddp, checkpointed, prepared, removed, sums_left):
         found[case.__name__] = case(rank, world, device)
     dist.barrier()
     return found

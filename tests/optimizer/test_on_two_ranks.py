@@ -8,6 +8,7 @@ import torch
 from models import assert_same
 from ranks import ranks_of
 from sharded_worker import CASES, STEPS
+from training import build
 
 pytestmark = pytest.mark.slow
 
@@ -47,6 +48,16 @@ def test_sharded_checkpoints(ranks: Found) -> None:
         found = rank["checkpointed"]
         assert found["kinds"] == [("DTensor", "cpu"), ("Tensor", "cpu")]
         assert_same(found[False], found[True])
+
+
+def test_whole_recipes(ranks: Found) -> None:
+    for rank in ranks:
+        for number, (expected, found, recipe, weights, state_bytes) in enumerate(rank["prepared"]):
+            assert_same(expected, found)
+            assert recipe.optimizer == ("streamed" if number % 2 else "resident")
+            assert {*weights} == {"resident"}
+            elements = sum(one.numel() for one in build(torch.device("cpu")).parameters())
+            assert state_bytes == 8 * elements // (2 if number < 2 else 1)
 
 
 def test_remove_shards_the_state_again(ranks: Found) -> None:

@@ -68,6 +68,7 @@ def run(
     steps: int = STEPS,
     dtype: torch.dtype = torch.float32,
     after_step: Callable[[], object] = lambda: None,
+    plans: list[offload.TrainingPlan] | None = None,
     **options: Any,
 ) -> tuple[list[torch.Tensor], list[Recipe]]:
     model = Model().to(dtype)
@@ -101,6 +102,8 @@ def run(
     if prepared is not None:
         assert prepared.state == "following"
         assert prepared.plan.chosen.recipe == prepared.recipe
+        if plans is not None:
+            plans.append(prepared.plan)
         prepared.remove()
         assert prepared.state == "removed"
         resident = recipes[-1].weights == "resident"
@@ -140,6 +143,25 @@ def test_state_on_the_host(clip: bool, lab: Lab) -> None:
         assert_same(expected, found)
     assert RESIDENT not in recipes
     assert recipes[-1] == STREAMED
+
+
+@pytest.mark.parametrize("weights", [9, 4])
+def test_master_weights(weights: int, lab: Lab) -> None:
+    """On the device and on the host; the table counts the 16 bits that bfloat16 lacks."""
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "state_dtype": torch.float32, "master_weights": True}
+    plans: list[offload.TrainingPlan] = []
+    found, recipes = train(lab, weights * weight_bytes() // 2, plans=plans, **options)
+    assert_same(train(lab, None, **options)[0], found)
+    assert recipes[-1] == (RESIDENT if weights == 9 else STREAMED)
+    assert {sum(one.state_bytes) for one in plans[0].recipes} == {5 * weight_bytes() // 2}  # in float32, and a half
+
+
+def test_auto_is_what_is_left_and_what_the_model_has(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PREPARE, "left_bytes", lambda _: 1 << 30)
+    model = Model().to(lab.device)
+    model(torch.ones(1, 4, dtype=torch.long, device=lab.device)).backward()
+    with offload.prepare(model, adamw(model), "auto", device=lab.device, min_bytes=0) as prepared:
+        assert prepared.plan.memory_budget == (1 << 30) + 2 * weight_bytes()  # and gradients
 
 
 def test_it_begins_with_little_and_changes_to_what_fits(lab: Lab) -> None:
@@ -319,6 +341,10 @@ def test_refuses_what_is_no_training() -> None:
         offload.prepare(model, adamw(model), "24")
     with pytest.raises(ValueError, match=r"memory_budget must be .* less than 1024\.0 TiB, got 1180591620717411303424"):
         offload.prepare(model, adamw(model), 1 << 70)
+    with pytest.raises(ValueError, match="master_weights must be False without state_dtype"):
+        offload.prepare(model, adamw(model), "1GiB", master_weights=True)
+    with pytest.raises(TypeError, match=r"got LBFGS, .*; leave the optimizer as it is, and call offload_layers\("):
+        offload.prepare(model, torch.optim.LBFGS(model.parameters()), "1GiB")
     with pytest.raises(ValueError, match="layers must be the name of one list of modules"):
         offload.prepare(model, adamw(model), "1GiB", layers="blocks")
 
