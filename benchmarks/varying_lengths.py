@@ -33,7 +33,6 @@ from benchmarks.models import checkpointing_method, llama
 from benchmarks.report import asked, environment, table, write
 from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.base.checks import format_bytes
-from offload.callbacks.huggingface import OffloadCallback
 
 STEPS = 2000
 SHARE = 0.5
@@ -122,7 +121,6 @@ class Run(transformers.Trainer):
         evaluated: The batches of each evaluation.
         peaks: Tells the peak of a step.
         every: After so many steps the model is evaluated.
-        offloading: A callback, whose state is noted.
         options: Arguments of the training.
     """
 
@@ -133,13 +131,13 @@ class Run(transformers.Trainer):
         evaluated: Sequence[Batch],
         peaks: Peaks,
         every: int,
-        offloading: OffloadCallback | None = None,
     ) -> None:
         self.peaks_bytes: list[int] = []
         self.ends_s: list[float] = []
         self.states: list[str] = []
         self.losses: list[torch.Tensor] = []
-        self._data, self._evaluated, self._peaks, self._offloading = data, evaluated, peaks, offloading
+        self.handle: Any = None  # of offloading, whose state is noted
+        self._data, self._evaluated, self._peaks = data, evaluated, peaks
         self._folder = TemporaryDirectory()
         arguments = transformers.TrainingArguments(
             self._folder.name,
@@ -156,8 +154,7 @@ class Run(transformers.Trainer):
             log_level="error",
             use_cpu=model.device.type == "cpu",
         )
-        callbacks = [] if offloading is None else [offloading]
-        super().__init__(model, arguments, train_dataset=data, eval_dataset=evaluated, callbacks=callbacks)
+        super().__init__(model, arguments, train_dataset=data, eval_dataset=evaluated)
 
     def get_train_dataloader(self) -> Any:
         """In order, one batch at a time."""
@@ -173,8 +170,7 @@ class Run(transformers.Trainer):
         self.peaks_bytes.append(peak_bytes)
         self.ends_s.append(time.perf_counter())
         self.losses.append(loss)
-        handle = None if self._offloading is None else self._offloading.handle
-        self.states.append("" if handle is None else handle.state)
+        self.states.append(getattr(self.handle, "state", ""))
         return loss
 
     def run(self) -> float:
@@ -252,8 +248,7 @@ class Case:
         by_hand: Row = {"what": "plan by hand"}
         rows = [by_hand, *({"what": what} for what in ("memory_budget", "nothing", "gradient checkpointing"))]
         self._train(by_hand, self.batches[:half], around=self._follow)
-        offloading = OffloadCallback(memory_budget=self.budget_bytes, min_bytes=self.min_bytes)
-        self._train(rows[1], self.batches, offloading=offloading)
+        self._train(rows[1], self.batches, around=self._within_budget)
         self._train(by_hand, self.batches[half:], around=self._follow)
         self._train(rows[2], self.batches)
         self._train(rows[3], self.batches, around=checkpointed)
@@ -298,6 +293,9 @@ class Case:
     def _follow(self, model: Any) -> AbstractContextManager[Any]:
         return offload.offload_layers(model.model.layers, plan=self.plan, min_bytes=self.min_bytes)
 
+    def _within_budget(self, model: Any) -> AbstractContextManager[Any]:
+        return offload.offload_layers(model.model.layers, memory_budget=self.budget_bytes, min_bytes=self.min_bytes)
+
     def _train(self, row: Row, data: Sequence[Batch], **options: Any) -> None:
         """Train a new model, and add what its steps took to the row."""
         give_memory_back(self.device)
@@ -309,12 +307,11 @@ class Case:
         row: Row,
         data: Sequence[Batch],
         around: Callable[[Any], AbstractContextManager[Any]] = nullcontext,
-        offloading: OffloadCallback | None = None,
     ) -> None:
         model = build(self.device, small=self.small)
         with Peaks(self.device) as peaks:
-            run = Run(model, data, self.evaluated, peaks, max(1, len(self.batches) // EVALUATIONS), offloading)
-            with Messages(lambda: len(run.states)) as messages, around(model):
+            run = Run(model, data, self.evaluated, peaks, max(1, len(self.batches) // EVALUATIONS))
+            with Messages(lambda: len(run.states)) as messages, around(model) as run.handle:
                 row["train_s"] = row.get("train_s", 0.0) + run.run()
         ends_s = [run.ends_s[0], *run.ends_s]
         row["steps_s"] = row.get("steps_s", []) + [end - begin for begin, end in pairwise(ends_s)]

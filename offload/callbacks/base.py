@@ -1,4 +1,4 @@
-"""What the callbacks share: find the layers of a model, offload them while it is trained, log what was offloaded."""
+"""What the callbacks share: fit a training into a budget or offload its layers, and log what was offloaded."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import offload
+from offload.base.checks import parse_budget, parse_bytes
 from offload.base.layer_events import Handle, find_layers
 from offload.offload_layers import check_choice
 
@@ -17,37 +18,57 @@ LOGGED = ("offloaded_bytes", "wasted_bytes", "peak_resident_bytes", "pinned_byte
 
 
 class WhileTraining(Handle):
-    """Offloads the layers of a model from the beginning of its training to the end, or to the end of a ``with`` block.
+    """Applies :func:`offload.prepare` or :func:`offload.offload_layers` from the beginning of a training to its end.
 
     Args:
         num_layers: How many layers to offload, as :func:`offload.offload_layers` takes it.
+        memory_budget: All device memory that the training may use, with weights, gradients and optimizer state, as
+            :func:`offload.prepare` takes it. An optimizer that :func:`offload.stream_optimizer` refuses is refused. For
+            a budget of activations alone, call :func:`offload.offload_layers` before training, without a callback.
         layers: Where the layers are: the name of a list of modules in the model, such as ``"model.layers"``, with or
             without the names of what wraps the model; or a function that returns the layers of a given model. By
             default, the one list of modules that is not inside another.
-        options: Further arguments of :func:`offload.offload_layers`, whose values are checked when training begins.
+        options: Further arguments of :func:`offload.prepare` if there is a ``memory_budget``, and of
+            :func:`offload.offload_layers` if there is none. Some values are checked when training begins.
     """
 
     def __init__(
         self,
         num_layers: int | Literal["auto"] | None = None,
         *,
-        layers: str | Callable[[torch.nn.Module], Iterable[torch.nn.Module]] | None = None,
+        memory_budget: int | str | None = None,
+        layers: str | Callable[[nn.Module], Iterable[nn.Module]] | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
-        self.handle: offload.OffloadedLayers | None = None
-        """What :func:`offload.offload_layers` returned for the latest training; it has ``stats()``."""
+        self.handle: offload.OffloadedLayers | offload.PreparedTraining | None = None
+        """What :func:`offload.prepare` or :func:`offload.offload_layers` returned for the latest training."""
         self._layers = layers
         self._options = options if num_layers is None else {"num_layers": num_layers, **options}
-        signature(offload.offload_layers).bind((), **self._options)
-        check_choice(
-            **{name: self._options[name] for name in signature(check_choice).parameters if name in self._options}
-        )
+        if memory_budget is None:
+            signature(offload.offload_layers).bind((), **self._options)
+            chosen = signature(check_choice).parameters.keys() & self._options.keys()
+            check_choice(**{name: self._options[name] for name in chosen})
+        else:
+            self._options["memory_budget"] = memory_budget
+            signature(offload.prepare).bind(None, None, **self._options)
+            if memory_budget != "auto":
+                parse_budget(memory_budget)
+            parse_bytes(options.get("max_host_bytes") or 0, "max_host_bytes")
 
-    def attach(self, model: nn.Module) -> None:
-        """Offload the layers of ``model`` from now on; the trainer calls this when training begins."""
+    def attach(self, model: nn.Module, *optimizers: Any, device: torch.device | None = None) -> None:
+        """Begin with a model that ``optimizers`` are to train on ``device``: the trainer calls this."""
         self.remove()  # the trainer tells no callback of a training that raised
-        self.handle = offload.offload_layers(find_layers(model, self._layers), **self._options)
+        if "memory_budget" not in self._options:
+            self.handle = offload.offload_layers(find_layers(model, self._layers), **self._options)
+            return
+        if len(optimizers) != 1:
+            raise ValueError(
+                f"memory_budget needs a model with one optimizer, got {len(optimizers)}; leave it out, and write "
+                "num_layers or policies."
+            )
+        options = {"device": device, "layers": self._layers, **self._options}
+        self.handle = offload.prepare(model, *optimizers, **options)
 
     def remove(self) -> None:
         """Remove the hooks from the layers; the trainer calls this when training ends. ``handle.stats()`` remains."""
@@ -55,6 +76,7 @@ class WhileTraining(Handle):
             self.handle.remove()
 
     def metrics(self) -> dict[str, float]:
-        """Statistics since training began, under the names that are logged."""
-        stats = None if self.handle is None else self.handle.stats()
+        """Statistics of activations since training began, under the names that are logged."""
+        found = {} if self.handle is None else self.handle.stats()
+        stats = found.get("activations") if isinstance(found, dict) else found
         return {} if stats is None else {f"offload/{name}": float(getattr(stats, name)) for name in LOGGED}

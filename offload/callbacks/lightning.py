@@ -11,18 +11,18 @@ from offload.callbacks.base import WhileTraining
 
 
 class OffloadCallback(WhileTraining, Callback):
-    """Offloads the layers of the module that a Lightning ``Trainer`` fits, while it fits it.
+    """Fits what a Lightning ``Trainer`` trains into a memory budget, or offloads its layers, while it is trained.
 
-    Statistics are logged after each batch, under names that begin with ``offload/``. The hooks are removed when
-    fitting ends or raises::
+    With ``memory_budget``, the module must have one optimizer. Statistics are logged
+    after each batch, under names that begin with ``offload/``. The hooks are removed when fitting ends or raises::
 
-        Trainer(callbacks=[OffloadCallback(num_layers=4)]).fit(module, data)
+        Trainer(callbacks=[OffloadCallback(memory_budget="24GiB")]).fit(module, data)
 
     The arguments are those of :class:`~offload.callbacks.base.WhileTraining`.
     """
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.attach(pl_module)
+        self.attach(pl_module, *trainer.optimizers, device=pl_module.device)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         # Tensors on the host: Lightning would copy numbers to the device and wait for the copy.

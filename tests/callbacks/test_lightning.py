@@ -21,11 +21,11 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
 class Module(lightning.LightningModule):
-    def __init__(self, fails_at=None):
+    def __init__(self, fails_at=None, momentum=0.0):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(5))
-        self.fails_at = fails_at
+        self.fails_at, self.momentum = fails_at, momentum
         self.losses, self.logged = [], []
 
     def training_step(self, batch, number):
@@ -42,7 +42,7 @@ class Module(lightning.LightningModule):
         self.logged.append(dict(self.trainer.logged_metrics))
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=self.momentum)
 
 
 def fit(module, folder, callbacks, accelerator="cpu", **options):
@@ -68,7 +68,7 @@ def fit(module, folder, callbacks, accelerator="cpu", **options):
 def assert_offloaded(module, expected, callback, trainer):
     assert module.losses == expected.losses
     assert all(map(torch.equal, module.parameters(), expected.parameters()))
-    offloaded_bytes = callback.handle.stats().offloaded_bytes
+    offloaded_bytes = callback.metrics()["offload/offloaded_bytes"]
     assert trainer.logged_metrics["offload/offloaded_bytes"] == offloaded_bytes > 0
     assert {name.split("/")[0] for name in module.logged[-1]} == {"offload"}
     assert not any(layer._forward_pre_hooks for layer in module.layers)
@@ -83,14 +83,28 @@ def test_trains_the_same_and_logs_what_was_offloaded(tmp_path, options):
     assert_offloaded(module, expected, callback, trainer)
 
 
-@pytest.mark.parametrize("budget", ["8KiB", "1GiB"])
-def test_trains_the_same_within_a_budget(tmp_path, budget):
-    expected, module = Module(), Module()
-    fit(expected, tmp_path, [])
+@pytest.mark.parametrize("budget", ["14KiB", "1GiB"])
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.01}])
+def test_trains_the_same_within_a_budget(tmp_path, budget, options):
+    expected, module = (Module(momentum=0.9) for _ in range(2))
+    fit(expected, tmp_path, [], **options)
     callback = OffloadCallback(memory_budget=budget, min_bytes=1)
-    trainer = fit(module, tmp_path, [callback])
+    trainer = fit(module, tmp_path, [callback], **options)
     assert_offloaded(module, expected, callback, trainer)
-    assert 0.9 * parse_bytes(budget) <= callback.handle.plan.memory_budget <= parse_bytes(budget)
+    plan = callback.handle.plan
+    assert plan.memory_budget == parse_bytes(budget)
+    assert (plan.chosen.recipe.optimizer == "resident") is (budget == "1GiB")
+
+
+def test_refuses_a_budget_for_two_optimizers(tmp_path):
+    class Two(Module):
+        automatic_optimization = False
+
+        def configure_optimizers(self):
+            return [super(Two, self).configure_optimizers() for _ in range(2)]
+
+    with pytest.raises(ValueError, match="memory_budget needs a model with one optimizer, got 2; leave it out"):
+        fit(Two(), tmp_path, [OffloadCallback(memory_budget="1GiB")])
 
 
 class Moving(Module):
@@ -123,7 +137,6 @@ def test_trains_the_same_on_a_gpu(tmp_path, options):
     callback = OffloadCallback(min_bytes=1, **options)
     trainer = fit(module, tmp_path, [callback], "gpu")
     assert_offloaded(module, expected, callback, trainer)
-    assert "memory_budget" not in options or callback.handle.plan is not None
 
 
 @pytest.mark.gpu
