@@ -37,7 +37,7 @@ from offload.base.torch_private import (
 from offload.recompute.layer_inputs import with_tensors
 from offload.recompute.learn import LayerMode, StepResult, Trace, is_counted
 from offload.recompute.second_run import SecondRun
-from offload.recompute.state import LayerState, Settings, compiled_again, drawn_again
+from offload.recompute.state import LayerState, Settings, drawn_again
 
 Held = Callable[[], torch.Tensor]
 """Gives a tensor that is on the device or on the host until backward, ready for the current stream."""
@@ -165,7 +165,7 @@ class Frame:
         self.held = held
         self.settings = settings
         self.compiled = compiles() if is_compiled(layer) else None
-        """Whether a compiled layer runs as such; ``None`` for other layers."""
+        """Whether a compiled layer runs as compiled code; ``None`` for other layers."""
         self.blind = settings.casts or self.compiled is not None
         """Whether the number of autograd nodes says nothing: a compiler makes some when it is at work."""
         self.random = random
@@ -229,7 +229,13 @@ class Frame:
         return self._run(hand_over=False)
 
     def _check_unchanged(self) -> None:
-        """Raise as autograd does if what forward has read was changed in place."""
+        """Raise as autograd does if what forward has read was changed in place; and if compiled code would not run."""
+        if self.compiled not in (None, compiles()):
+            raise RuntimeError(
+                f"{_name(self.layer)} cannot be recomputed: PyTorch runs no compiled code under a dispatch mode, as a "
+                "memory meter on the CPU is one, which surrounds forward alone, or backward alone. Let the mode "
+                "surround both, or neither."
+            )
         for tensor, version in zip(self.readings, self.versions, strict=True):
             if tensor._version != version:
                 what = "parameter" if isinstance(tensor, nn.Parameter) else "tensor"
@@ -265,7 +271,6 @@ class Frame:
             nullcontext() if backward else without_listeners(),
             torch.enable_grad(),
             self.settings.again(),
-            compiled_again(self.compiled),
             drawn_again(self.random),
             self.state.as_in(self.before),
             mode or nullcontext(),

@@ -18,14 +18,10 @@ from torch import nn
 
 from offload.base.tensors import plain_memory, tensors_in
 from offload.base.torch_private import (
-    TorchDispatchMode,
     address_of,
     are_deterministic,
     attention_kernels,
-    compiles,
-    dispatch_modes,
     function_modes,
-    set_modes,
     state_of,
 )
 
@@ -38,6 +34,22 @@ SPARE_BYTES = 1 << 16
 Snapshot = list[dict[str, Any]]
 
 
+_cuda: Any = torch.backends.cuda
+_FLAGS: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (
+        lambda: (are_deterministic[0](), are_deterministic[1]()),
+        lambda both: torch.use_deterministic_algorithms(both[0], warn_only=both[1]),
+    ),
+    *zip(
+        attention_kernels,
+        (_cuda.enable_flash_sdp, _cuda.enable_mem_efficient_sdp, _cuda.enable_math_sdp, _cuda.enable_cudnn_sdp),
+        strict=True,
+    ),
+]
+"""What tells a setting, and what sets it."""
+
+
 class Settings(NamedTuple):
     """PyTorch's settings that decide what an operation computes."""
 
@@ -46,27 +58,22 @@ class Settings(NamedTuple):
     """Whether autocast keeps the copies of parameters that it casts."""
     nested: bool
     """Whether an autocast context surrounds the layer, switched on or not: then the copies outlive the layer."""
-    dtype: torch.dtype
-    deterministic: tuple[bool, bool]
-    attention: tuple[bool, bool, bool, bool]
     device: torch.device | None
+    flags: tuple[Any, ...]
+    """The others, in the order of ``_FLAGS``."""
 
     @classmethod
     def now(cls, device: torch.device) -> Settings:
         """The settings of this thread."""
         is_on, dtype, kind = torch.is_autocast_enabled, torch.get_autocast_dtype, device.type
         autocast = ("cpu", is_on("cpu"), dtype("cpu"))
-        flash, efficient, math, cudnn = attention_kernels
-        values = (
+        return cls(
             (autocast,) if kind == "cpu" else (autocast, (kind, is_on(kind), dtype(kind))),
             torch.is_autocast_cache_enabled(),
             in_autocast(),
-            torch.get_default_dtype(),
-            (are_deterministic[0](), are_deterministic[1]()),
-            (flash(), efficient(), math(), cudnn()),
             torch.get_default_device() if function_modes() else None,
+            tuple([get() for get, _ in _FLAGS]),
         )
-        return tuple.__new__(cls, values)  # each forward waits for it
 
     @property
     def casts(self) -> bool:
@@ -77,52 +84,17 @@ class Settings(NamedTuple):
     def again(self) -> Iterator[None]:
         """The same settings once more."""
         now = Settings.now(torch.device(self.autocast[-1][0]))
-        if self == now:
-            yield
-            return
         with ExitStack() as stack:
-            for kind, enabled, dtype in self.autocast:
+            for kind, enabled, dtype in self.autocast if self != now else ():
                 if enabled or torch.is_autocast_enabled(kind):
                     stack.enter_context(torch.autocast(kind, dtype, enabled, self.cached))
-            if self.dtype is not torch.get_default_dtype():
-                stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-                torch.set_default_dtype(self.dtype)
-            if self.deterministic != (present := now.deterministic):
-                stack.callback(torch.use_deterministic_algorithms, present[0], warn_only=present[1])
-                torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
-            for wanted, is_on, switch in zip(self.attention, now.attention, _ATTENTION, strict=True):
-                if wanted != is_on:
-                    stack.callback(switch, not wanted)
-                    switch(wanted)
             if self.device is not None:
                 stack.enter_context(torch.device(self.device))
+            for (_, switch), wanted, present in zip(_FLAGS, self.flags, now.flags, strict=True):
+                if wanted != present:
+                    stack.callback(switch, present)
+                    switch(wanted)
             yield
-
-
-@contextmanager
-def compiled_again(compiled: bool | None) -> Iterator[None]:
-    """Let a compiled layer run as compiled, or not, as it did in forward, whatever modes are entered."""
-    if compiled is None or compiled is compiles():
-        yield
-    elif not compiled:
-        with _SeesAll():
-            yield
-    else:
-        modes = dispatch_modes()
-        set_modes(mode for mode in modes if mode.ignore_compile_internals())
-        try:
-            yield
-        finally:
-            set_modes(modes)
-
-
-class _SeesAll(TorchDispatchMode):
-    """A mode under which no compiled code runs as such."""
-
-    supports_higher_order_operators = True
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*args, **kwargs or {})
 
 
 def in_autocast() -> bool:
@@ -130,13 +102,6 @@ def in_autocast() -> bool:
     nesting: int = torch.autocast_increment_nesting()
     torch.autocast_decrement_nesting()
     return nesting > 1
-
-
-_cuda: Any = torch.backends.cuda
-_ATTENTION: tuple[Callable[[bool], None], ...] = (
-    _cuda.enable_flash_sdp, _cuda.enable_mem_efficient_sdp, _cuda.enable_math_sdp, _cuda.enable_cudnn_sdp,
-)  # fmt: skip
-"""What switches each of :attr:`Settings.attention`."""
 
 
 # Generators of random numbers.
@@ -177,16 +142,10 @@ class LayerState:
     def __init__(self, layer: nn.Module, *, gathered: bool) -> None:
         self._dicts: list[dict[str, Any]] = []
         self._names: list[str] = []
-        self._empty: list[dict[str, Any]] = []
-        """Dictionaries that hold nothing yet, as most modules have no buffers and no submodules."""
         for name, module in layer.named_modules():
             attributes, parameters, *rest = state_of(module)
-            for part in (attributes, *rest) if gathered else (attributes, parameters, *rest):
-                if part:
-                    self._dicts.append(part)
-                    self._names.append(name)
-                else:
-                    self._empty.append(part)
+            self._dicts += (attributes, *rest) if gathered else (attributes, parameters, *rest)
+            self._names += [name] * (len(self._dicts) - len(self._names))
         self._parameters: list[torch.Tensor] = [] if gathered else list(layer.parameters())
         self._counts: dict[tuple[int, str], int] = {}
         """How often each tensor was changed in place when :meth:`begin_learning` was called."""
@@ -218,7 +177,6 @@ class LayerState:
 
     def snapshot(self) -> Snapshot:
         """The state as it is now, with clones of what forward writes into."""
-        self._watch()
         found = [part.copy() for part in self._dicts]
         for index, key in self._cloned:
             if key in found[index]:
@@ -246,20 +204,11 @@ class LayerState:
 
     def _is_now(self, snapshot: Snapshot) -> bool:
         """Whether a snapshot holds the same objects as the state does now."""
-        self._watch()
-        snapshot += [{} for _ in self._dicts[len(snapshot) :]]
         # All at once, as each backward waits for it; objects by identity, see _same_objects.
         flat = chain.from_iterable
         return [*flat(self._dicts)] == [*flat(snapshot)] and all(
             map(is_, flat(map(dict.values, self._dicts)), flat(map(dict.values, snapshot)))
         )
-
-    def _watch(self) -> None:
-        """Look from now on at dictionaries that were empty until now."""
-        if any(self._empty):
-            self._dicts += filter(None, self._empty)
-            self._names += [""] * (len(self._dicts) - len(self._names))
-            self._empty = [part for part in self._empty if not part]
 
     def _set(self, wanted: Snapshot, keep: Iterable[tuple[int, str]]) -> None:
         kept = set(keep)
