@@ -83,7 +83,7 @@ class RegionSet(ActivationSet):
             replay = None if way is None else way.replay
         self._way = way
         self._first_node = next_node()
-        if way is not None and replay is not None and not replay.run.dropped:
+        if way is not None and replay is not None and not replay.dropped:
             self._follow(way, None)
             return
         if capturing and (way is None or not way.proven):
@@ -94,7 +94,7 @@ class RegionSet(ActivationSet):
         state = LayerState(layer, gathered=_is_gathered(layer)) if way is None else way.state
         random = {} if capturing else states_of(() if way is None else way.trace.generators, (backend.device,))
         held = self._hold_inputs(inputs, () if way is None else way.saved_inputs)
-        constants = () if way is None else way.constants
+        constants = () if way is None else way.trace.constants.values()
         frame = Frame(layer, inputs.placed, held, state, constants, settings, random, self._token)
         self._frame = frame
         if way is None or replay is None:
@@ -341,7 +341,7 @@ class RegionSet(ActivationSet):
             reason = "they depend on a collective, which must run once, or on a tensor that does not count its changes"
             self._say(f"layer {self.layer} does not recompute {names}: {reason}")
         frame.replay = way.replay
-        frame.read(way.constants)
+        frame.read(trace.constants.values())
         self._prove(frame, way, originals)
         return way
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
@@ -19,7 +19,7 @@ from offload.recompute.layer_inputs import LayerInputs
 from offload.recompute.learn import Clock
 from offload.recompute.other_sizes import Sizes
 from offload.recompute.policies import RECOMPUTE, SOURCE, Policy, RegionPolicies, matches
-from offload.recompute.run_again import Replay
+from offload.recompute.second_run import SecondRun
 from offload.recompute.state import Settings
 from offload.recompute.way import Way
 
@@ -57,8 +57,6 @@ class LayerPolicies(RegionPolicies):
         self.planned = planned
         self.ways: dict[InputKind, Way] = {}
         """What was learned, by kind of input."""
-        self._bases: defaultdict[Hashable, list[Way]] = defaultdict(list)
-        """From which ways those of other sizes follow, by kind of input without its size."""
         self.failures: Counter[InputKind] = Counter()
         """How often each kind of input was learned in vain."""
         self.costs: tuple[RegionProfile, ...] = ()
@@ -92,35 +90,35 @@ class LayerPolicies(RegionPolicies):
         trained = [parameter.requires_grad for parameter in self._parameters]
         return (*inputs.kind, layer.training, *settings, *trained), tuple(inputs.sizes)
 
-    def find(self, key: InputKind) -> tuple[Way | None, Replay | None]:
+    def find(self, key: InputKind) -> tuple[Way | None, SecondRun | None]:
         """What is known of a kind of input, learned with this size or with two others, and its second run."""
         way = self.ways.get(key)
         if way is not None and way.replay.wrong:
             self.forget(key)  # a second run has gone another way in backward
         elif way is not None:
             return way, way.replay
-        found = ((base, base.at_size(key[1])) for base in self._bases[key[0]])
+        found = ((other, other.at_size(key[1])) for other in self._of_kind(key[0]))
         return next((pair for pair in found if pair[1] is not None), (None, None))
+
+    def _of_kind(self, kind: Hashable) -> list[Way]:
+        """What was learned with inputs of this kind, of whatever size."""
+        return [way for (known, _), way in self.ways.items() if known == kind]
 
     def add(self, key: InputKind, way: Way) -> None:
         if len(self.ways) >= MOST_WAYS:
-            oldest = next(iter(self.ways))
-            dropped = self.ways.pop(oldest)
-            self._bases[oldest[0]] = [base for base in self._bases[oldest[0]] if base is not dropped]
+            del self.ways[next(iter(self.ways))]
+        kind, way.sizes = key
+        if way.reason is None:
+            any(other.pair_with(way, way.sizes, self) for other in self._of_kind(kind))
         self.ways[key] = self.last = way
         self.learned += 1
-        kind, way.sizes = key
-        if way.reason is None and not any(base.pair_with(way, way.sizes, self) for base in self._bases[kind]):
-            self._bases[kind].append(way)
 
     def forget(self, key: InputKind) -> None:
         """A kind of input has taken another way than the learned one: it is learned anew."""
-        way = self.ways.pop(key, None)
-        if way is not None:
+        if self.ways.pop(key, None) is not None:
             self.failures[key] += 1
-            self._bases[key[0]] = [base for base in self._bases[key[0]] if base is not way]
-        for base in self._bases[key[0]]:
-            base.learn_size(key[1])
+        for other in self._of_kind(key[0]):
+            other.learn_size(key[1])
 
     @property
     def proven(self) -> bool:
@@ -155,10 +153,6 @@ class LayerPolicies(RegionPolicies):
         self.follow_patterns()
         self._settle_ways()
 
-    def follow(self, numbered: LayerPolicy, regions: Iterable[RegionProfile]) -> None:
-        super().follow(numbered, regions)
-        self._settle_ways()
-
     def _settle_ways(self) -> None:
         for way in self.ways.values():
             way.captured = None
@@ -169,6 +163,7 @@ class LayerPolicies(RegionPolicies):
         if numbered is None:
             return None
         self.follow(numbered, regions)
+        self._settle_ways()
         return self
 
     def follow_plan(self) -> None:
@@ -187,7 +182,7 @@ class LayerPolicies(RegionPolicies):
                 f"the plan must be for these layers, but it has {len(names)} regions and the layer {len(found)}; the "
                 f"first that differ are {odd}. Profile the layers again, as they are trained, and plan with that."
             )
-        self.follow(numbered, regions)
+        self.follows(numbered, regions)
 
 
 def warn_of_unmatched(layers: Iterable[LayerPolicies | None]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from offload.base.torch_private import OPERATOR, schema_of
+from offload.base.torch_private import OPERATOR, schema_of, without_wrapper
 
 
 class Effect(Enum):
@@ -93,6 +93,7 @@ class Operation:
 
     def __init__(self, function: Any) -> None:
         self.function = function
+        self.call = without_wrapper(function)
         schema = schema_of(function)
         self.name: str = schema.name.removeprefix("aten::") if schema is not None else str(function)
         """Without the namespace ``aten``."""

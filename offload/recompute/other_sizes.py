@@ -15,7 +15,7 @@ import torch
 
 from offload.base.tensors import Geometry
 from offload.recompute.learn import StepResult, Trace
-from offload.recompute.run_again import Replay
+from offload.recompute.second_run import SecondRun
 
 Sizes = tuple[int, ...]
 """The dimensions of all tensors among a layer's inputs, in order."""
@@ -88,23 +88,21 @@ def _strides(size: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def at_size(replay: Replay, other: Trace, place: Fraction) -> Replay | None:
+def at_size(run: SecondRun, other: Trace, place: Fraction) -> SecondRun | None:
     """A second run with the results' sizes at a place on the line to ``other``; ``None`` where one is no whole number.
 
     The traces are those for which :func:`are_alike` holds.
     """
-    if not replay.hands_over:
-        return replay
-    found = copy.copy(replay)
-    found.plan, found.sized = list(replay.plan), True
-    for time, (planned, step) in enumerate(zip(replay.plan, other.steps, strict=True)):
-        if planned.results is not None:
-            sized = [
-                _result_at(one, another, place) for one, another in zip(planned.results, step.outputs, strict=True)
-            ]
-            if None in sized:
-                return None
-            found.plan[time] = planned._replace(results=tuple(filter(None, sized)))
+    if not run.hands_over:
+        return run
+    found = copy.copy(run)
+    found.results, found.sized = {}, True
+    for time, outputs in run.results.items():
+        pairs = zip(outputs, other.steps[time].outputs, strict=True)
+        sized = [_result_at(one, another, place) for one, another in pairs]
+        if None in sized:
+            return None
+        found.results[time] = tuple(filter(None, sized))
     return found
 
 

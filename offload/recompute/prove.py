@@ -19,8 +19,8 @@ from offload.base.tensors import plain_memory, same_bits, whole
 from offload.base.torch_private import is_compiled, without_modes
 from offload.device.backend import Backend
 from offload.recompute.learn import Learn, ModuleNames, Trace
-from offload.recompute.run_again import AnotherWayError, Frame, HandOver, OtherRunError, Replay, SavedCheck
-from offload.recompute.second_run import second_run
+from offload.recompute.run_again import AnotherWayError, Frame, HandOver, OtherRunError, SavedCheck
+from offload.recompute.second_run import SecondRun
 from offload.recompute.way import Way
 
 ROUNDS = 8
@@ -134,11 +134,8 @@ def _origins(frame: Frame, way: Way, originals: Sequence[torch.Tensor]) -> set[i
         storage = trace.saved[first].storage
         forced |= {number for number, saved in enumerate(trace.saved) if saved.storage == storage and saved.movable}
         rest = [number for number in way.droppable() if number not in forced]
-        run = second_run(trace, rest)
-        if storage not in run.suppliers:
-            break
-        frame.replay = Replay(trace, run)
-        found = _hand_over(frame, originals)
+        frame.replay = SecondRun(trace, rest)
+        found = _hand_over(frame, originals) if storage in frame.replay.suppliers else None
         if found is None:
             break
         differing = found
@@ -153,41 +150,36 @@ def prove_hand_over(frame: Frame, originals: Sequence[torch.Tensor]) -> bool:
 def _hand_over(frame: Frame, originals: Sequence[torch.Tensor]) -> set[int] | None:
     """The tensors that differ in a second run with what was kept; ``None`` if the run changes that, or fails.
 
-    The run is given copies, as it may change what it is given. Where the device has no memory for copies, they are on
-    the host, and the run is given what was kept itself.
+    The run is given what was kept, as backward gives it. Copies tell whether the run changes it, and put it back. Where
+    the device has no memory for copies, they are on the host.
     """
-    numbers = frame.replay.numbers
-    with suppress(torch.OutOfMemoryError):
-        return _run_with(frame, originals, {number: _copy(originals[number]) for number in numbers})
-    memories = {number: originals[number].untyped_storage() for number in numbers}
-    before = {number: torch.UntypedStorage(memory.nbytes()).copy_(memory) for number, memory in memories.items()}
-    found = None
-    with suppress(torch.OutOfMemoryError):
-        found = _run_with(frame, originals, {number: originals[number] for number in numbers})
-    for number, memory in memories.items():
-        if not torch.equal(whole(memory.cpu()), whole(before[number])):
-            memory.copy_(before[number])
-            found = None
-    return found
+    memories = {number: originals[number].untyped_storage() for number in frame.replay.numbers}
+    for on_host in (False, True):
+        with suppress(torch.OutOfMemoryError):
+            pairs = [
+                (memory, torch.UntypedStorage(memory.nbytes()).copy_(memory) if on_host else memory.clone())
+                for memory in memories.values()
+            ]
+            frame.kept = {number: partial(originals.__getitem__, number) for number in memories}
+            return _run_with(frame, originals, pairs)
+    return None
 
 
-def _run_with(frame: Frame, originals: Sequence[torch.Tensor], given: dict[int, torch.Tensor]) -> set[int] | None:
-    proof = _Proof(frame, originals, frame.replay.run.dropped, hand_over=True)
-    frame.kept = {number: partial(given.__getitem__, number) for number in given}
+def _run_with(
+    frame: Frame, originals: Sequence[torch.Tensor], pairs: list[tuple[torch.UntypedStorage, torch.UntypedStorage]]
+) -> set[int] | None:
+    proof = _Proof(frame, originals, frame.replay.dropped, hand_over=True)
+    same = True
     try:
         Context().run(frame.run_under, proof, HandOver(frame, proof.storages))
     except torch.OutOfMemoryError:
         raise
     except (AnotherWayError, RuntimeError):
-        return None
+        same = False
     finally:
         frame.kept, frame.dropped = {}, {}
-    same = all(same_bits(given[number], originals[number]) for number in given)
+        for memory, before in pairs:
+            if not torch.equal(whole(memory).to(before.device), whole(before)):
+                memory.copy_(before)
+                same = False
     return proof.differing if same else None
-
-
-def _copy(original: torch.Tensor) -> torch.Tensor:
-    """A copy with its whole storage: an operation's result may be another view of it."""
-    memory = original.untyped_storage().clone()
-    found: torch.Tensor = torch.empty(0, dtype=original.dtype, device=original.device)
-    return found.set_(memory, original.storage_offset(), original.size(), original.stride())

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,11 +32,10 @@ from offload.base.torch_private import (
     next_node,
     pop_hooks,
     push_hooks,
-    without_wrapper,
 )
 from offload.recompute.layer_inputs import with_tensors
-from offload.recompute.learn import LayerMode, StepResult, Trace, is_counted
-from offload.recompute.second_run import SecondRun
+from offload.recompute.learn import LayerMode, StepResult, is_counted
+from offload.recompute.second_run import NOTHING, SecondRun
 from offload.recompute.state import LayerState, Settings, drawn_again
 
 Held = Callable[[], torch.Tensor]
@@ -63,63 +62,6 @@ class AllThereError(Exception):
     """Every dropped tensor is there: the rest of the layer need not run."""
 
 
-class PlannedStep(NamedTuple):
-    """One operation of a second run."""
-
-    function: Any
-    call: Any
-    """What runs the operation."""
-    results: tuple[StepResult, ...] | None
-    """What is given in place of the operation's results; ``None`` to run the operation."""
-    container: type | None
-    """The type of the sequence of its results; ``None`` for one result alone."""
-
-
-class Replay:
-    """A second run as it is executed: for each operation ``None`` to run it, or the results to give in its place."""
-
-    def __init__(self, trace: Trace, run: SecondRun, *, hands_over: bool = True) -> None:
-        self.run = run
-        self.sized = False
-        """Whether the results have other sizes than in the forward that was learned."""
-        self.wrong = False
-        """Whether a second run has gone another way."""
-        self.may_change = trace.zone >= 0
-        """Whether operations after those of the plan may be others each time."""
-        self.plan = [
-            PlannedStep(
-                step.operation.function,
-                without_wrapper(step.operation.function),
-                None if not hands_over or time in run.executed or step.only_views else step.outputs,
-                step.container,
-            )
-            for time, step in enumerate(trace.steps if trace.zone < 0 else trace.steps[: trace.zone])
-        ]
-        last = max((trace.saved[number].time for number in run.dropped), default=0)
-        self.hands_over = any(step.results is not None for step in self.plan[:last])
-        """Whether anything is skipped or handed over before the last dropped tensor; else no mode is needed."""
-        self.communicates = any(step.operation.collective for step in trace.steps[:last])
-        """Whether ranks wait for each other there, unless that is skipped."""
-        self.arrivals: dict[int, int] = {}
-        """Numbers of saved tensors whose storages are handed over."""
-        supplied = {
-            storage: number
-            for storage, number in run.suppliers.items()
-            if self.plan[trace.storages[storage].writers[0]].results is not None
-            # What is made after the last dropped tensor is not needed, and is freed when backward has used it.
-            and (self.may_change or trace.storages[storage].writers[0] < last)
-        }
-        self.suppliers = supplied
-        self.numbers = set(supplied.values())
-        """The saved tensors that hold what is handed over."""
-        for number, saved in enumerate(trace.saved):
-            if saved.storage in supplied and number < trace.dynamic_from:
-                self.arrivals[number] = supplied[saved.storage]
-
-
-NOTHING = Replay(Trace(), SecondRun(frozenset(), frozenset(), {}))
-
-
 class Frame:
     """One forward of a layer, as far as it is needed to run the layer again. The graph's handles own it.
 
@@ -135,7 +77,7 @@ class Frame:
     """
 
     # Attributes that most forwards leave as they are cost a forward no time.
-    replay: Replay = NOTHING
+    replay: SecondRun = NOTHING
     open = True
     """Whether the forward still runs."""
     asked = False
@@ -155,7 +97,7 @@ class Frame:
         inputs: tuple[Any, Any],
         held: list[tuple[Held, bool]],
         state: LayerState,
-        constants: Sequence[torch.Tensor],
+        constants: Iterable[torch.Tensor],
         settings: Settings,
         random: dict[torch.Generator, torch.Tensor],
         graph: object,
@@ -182,7 +124,7 @@ class Frame:
         self.recomputed: dict[int, torch.Tensor] = {}
         self.lock = threading.RLock()
 
-    def read(self, constants: Sequence[torch.Tensor]) -> None:
+    def read(self, constants: Iterable[torch.Tensor]) -> None:
         """Note how often each tensor that forward reads and that is no input was changed in place."""
         self.readings = self.state.readings(self.before, constants)
         self.versions = [tensor._version for tensor in self.readings]
@@ -355,7 +297,7 @@ class HandOver(LayerMode):
         replay = frame.replay
         self._frame = frame
         self._storages = storages
-        self._plan, self._may_change = replay.plan, replay.may_change
+        self._steps, self._results, self._may_change = replay.steps, replay.results, replay.may_change
         self._suppliers, self._sized = replay.suppliers, replay.sized
         self._time = 0
         self._empty: set[int] = set()
@@ -365,24 +307,25 @@ class HandOver(LayerMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         time = self._time
         if (
-            time >= len(self._plan)
-            or (found := self._plan[time])[0] is not function
+            time >= len(self._steps)
+            or (step := self._steps[time]).operation.function is not function
             or (function is CAST and not is_counted(function, args))
         ):
             return self._run_other(function, args, kwargs or {})
         self._time = time + 1
-        _, call, outputs, container = found
+        outputs = self._results.get(time)
         if outputs is None:
+            call = step.operation.call
             return call(*args, **kwargs) if kwargs else call(*args)
         results = [self._made(output, args) for output in outputs]
-        return results[0] if container is None else container(results)
+        return results[0] if step.container is None else step.container(results)
 
     def _run_other(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """An operation that is not in the order of the plan: it does not count, or comes where the way may change."""
         time = self._time
         if is_counted(function, args):
             self._time = time + 1
-            if time < len(self._plan) or not self._may_change:
+            if time < len(self._steps) or not self._may_change:
                 raise AnotherWayError
             given = tensors_of([*args, *kwargs.values()])
             if self._empty and any(address_of(tensor.untyped_storage()) in self._empty for tensor in given):

@@ -9,64 +9,84 @@ memory that no executed operation reads.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 
 from offload.recompute.learn import Trace
 
 
-@dataclass(frozen=True)
 class SecondRun:
     """What the second run of a layer does.
 
     Args:
-        dropped: Numbers of the saved tensors that it recomputes.
-        executed: The operations that run; views always run, and are not listed.
-        suppliers: For each storage that is handed over, the number of a kept saved tensor that looks into it.
-        impossible: Numbers of dropped tensors that must be kept after all, as they depend on an operation that must not
-            run twice.
-        needed: The operations that dropped tensors depend on; the others of ``executed`` run for other reasons.
+        trace: What was learned of the layer.
+        dropped: Numbers of the saved tensors that are recomputed.
+        draws: Whether random numbers may be drawn again.
+        skips: Whether operations may be skipped; views always run.
     """
 
-    dropped: frozenset[int]
-    executed: frozenset[int]
-    suppliers: dict[int, int]
-    impossible: frozenset[int] = frozenset()
-    needed: frozenset[int] = frozenset()
-
-
-def second_run(trace: Trace, dropped: Collection[int], *, draws: bool = True) -> SecondRun:
-    """Plan the second run that recomputes ``dropped``; unless it ``draws``, no random numbers are drawn again."""
-    dropped = frozenset(dropped)
-    if not dropped:
-        return SecondRun(frozenset(), frozenset(), {})
-    steps, zone = trace.steps, trace.zone
-    suppliers = _kept_storages(trace, dropped)
-    forbidden = {time for time, step in enumerate(steps) if step.final or (step.draws and not draws)}
-    while True:
-        needed = _slice(trace, dropped, suppliers)
-        executed = needed | _unseen(trace)
-        if zone >= 0:
-            executed |= set(range(zone, len(steps)))
-        if draws:
-            executed |= _draws_before(trace, executed)
-        read = [(storage, time) for time in executed for storage in trace.steps[time].reads]
-        executed = _demand(trace, read, executed, suppliers)
-        # What an executed operation makes or writes need not or must not be handed over. That is so as well of what is
-        # read before its last write: the writes before that are executed.
-        wrong = {one for one in suppliers if any(time in executed for time in trace.storages[one].writers)}
-        if not wrong:
-            break
-        suppliers = {storage: number for storage, number in suppliers.items() if storage not in wrong}
-    impossible: set[int] = set()
-    if executed & forbidden:
-        every = _kept_storages(trace, ())
-        for number in dropped:
-            others = [storage for storage in every if storage != trace.saved[number].storage]
-            own = _slice(trace, [number], {storage: every[storage] for storage in others})
-            if own & forbidden:
-                impossible.add(number)  # those that depend on it through such a tensor may be possible then
-        impossible = impossible or set(dropped)
-    return SecondRun(dropped, frozenset(executed), suppliers, frozenset(impossible), frozenset(needed))
+    def __init__(self, trace: Trace, dropped: Iterable[int], *, draws: bool = True, skips: bool = True) -> None:
+        self.dropped = frozenset(dropped)
+        steps, storages, zone = trace.steps, trace.storages, trace.zone
+        suppliers = _kept_storages(trace, self.dropped)
+        forbidden = {time for time, step in enumerate(steps) if step.final or (step.draws and not draws)}
+        while True:
+            needed = _slice(trace, self.dropped, suppliers)
+            executed = needed | _unseen(trace)
+            if zone >= 0:
+                executed |= set(range(zone, len(steps)))
+            if draws:
+                executed |= _draws_before(trace, executed)
+            read = [(storage, time) for time in executed for storage in steps[time].reads]
+            executed = _demand(trace, read, executed, suppliers)
+            # What an executed operation makes or writes need not or must not be handed over. That is so as well of what
+            # is read before its last write: the writes before that are executed.
+            wrong = {one for one in suppliers if any(time in executed for time in storages[one].writers)}
+            if not wrong:
+                break
+            suppliers = {storage: number for storage, number in suppliers.items() if storage not in wrong}
+        self.needed = needed
+        """The operations that dropped tensors depend on; others run for other reasons."""
+        self.impossible: set[int] = set()
+        """Numbers of dropped tensors that must be kept, as they depend on an operation that must not run twice."""
+        if executed & forbidden:
+            every = _kept_storages(trace, ())
+            for number in self.dropped:
+                others = [storage for storage in every if storage != trace.saved[number].storage]
+                if _slice(trace, [number], {storage: every[storage] for storage in others}) & forbidden:
+                    self.impossible.add(number)  # those that depend on it through such a tensor may be possible then
+            self.impossible = self.impossible or set(self.dropped)
+        self.sized = False
+        """Whether the results have other sizes than in the forward that was learned."""
+        self.wrong = False
+        """Whether a second run has gone another way."""
+        self.may_change = zone >= 0
+        """Whether operations after those of the plan may be others each time."""
+        self.steps = steps[:zone] if self.may_change else steps
+        """The operations in their order."""
+        self.results = {
+            time: step.outputs
+            for time, step in enumerate(self.steps)
+            if skips and time not in executed and not step.only_views
+        }
+        """What is given in place of the results of operations that do not run."""
+        last = max((trace.saved[number].time for number in self.dropped), default=0)
+        self.hands_over = any(time < last for time in self.results)
+        """Whether anything is skipped or handed over before the last dropped tensor; else no mode is needed."""
+        self.communicates = any(step.operation.collective for step in steps[:last])
+        """Whether ranks wait for each other there, unless that is skipped."""
+        self.suppliers = {
+            storage: number
+            for storage, number in suppliers.items()
+            # What is made after the last dropped tensor is not needed, and is freed when backward has used it.
+            if storages[storage].writers[0] in self.results and (self.may_change or storages[storage].writers[0] < last)
+        }
+        """For each storage that is handed over, the number of a kept saved tensor that looks into it."""
+        self.numbers = set(self.suppliers.values())
+        self.arrivals = {
+            number: self.suppliers[saved.storage]
+            for number, saved in enumerate(trace.saved[: trace.dynamic_from])
+            if saved.storage in self.suppliers
+        }
+        """For each saved tensor whose storage is handed over, the number of the one that supplies it."""
 
 
 def _kept_storages(trace: Trace, dropped: Collection[int]) -> dict[int, int]:
@@ -115,3 +135,6 @@ def _draws_before(trace: Trace, executed: Collection[int]) -> set[int]:
     may_draw = {time for time, step in enumerate(trace.steps) if step.draws or step.operation.custom}
     last = max(may_draw.intersection(executed), default=-1)
     return {time for time in may_draw if time < last}
+
+
+NOTHING = SecondRun(Trace(), ())

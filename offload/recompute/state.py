@@ -7,7 +7,7 @@ everything is as it was before the second run.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from operator import is_
@@ -168,7 +168,7 @@ class LayerState:
             for value in part.values():
                 yield from tensors_in(value)
 
-    def readings(self, snapshot: Snapshot, constants: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def readings(self, snapshot: Snapshot, constants: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors that forward reads: parameters, ``constants``, and what a snapshot holds."""
         read = [*self._parameters, *constants]
         for index, key in self._read:

@@ -13,8 +13,7 @@ from offload.recompute.learn import Trace
 from offload.recompute.operations import EMPTY
 from offload.recompute.other_sizes import Sizes, are_alike, at_size, differ_in_one, position
 from offload.recompute.policies import KEEP, OFFLOAD, RECOMPUTE, REST, SOURCE, UNSEEN, Policy, RegionPolicies
-from offload.recompute.run_again import NOTHING, Replay
-from offload.recompute.second_run import SecondRun, second_run
+from offload.recompute.second_run import NOTHING, SecondRun
 from offload.recompute.state import LayerState
 
 PROVEN_SIZES = 2
@@ -56,18 +55,21 @@ class Way:
         """Whether the second run, as it is executed now, has given the same bits as a forward without a mode."""
         self.policies: list[Policy] = []
         """Of each saved tensor."""
-        self.replay: Replay = NOTHING
+        self.replay: SecondRun = NOTHING
         self.expected: list[Expected] = []
         """What is looked at of each saved tensor."""
         self.dropped: dict[int, tuple[torch.Size, torch.dtype]] = {}
         """Shape and dtype of each saved tensor that is dropped before :attr:`limit`, by number."""
         self.keeps_all = False
         """Whether nothing is dropped or offloaded."""
-        self.constants: list[torch.Tensor] = []
-        """What counts the changes of tensors from outside that forward reads."""
         self.nodes = [saved.node for saved in trace.saved]
         self.limit = trace.dynamic_from
-        self.rest_numbers = self._rest_numbers()
+        before = {saved.storage for saved in trace.saved[: self.limit]}
+        self.rest_numbers = frozenset(
+            number
+            for number, one in enumerate(trace.saved[self.limit :], self.limit)
+            if one.movable and one.storage in names and one.storage not in before
+        )
         """Numbers of the tensors behind it whose memory the layer has computed, and not saved before."""
         self.saved_inputs: frozenset[int] = frozenset()
         """Numbers of the inputs that autograd saves, and that are offloaded."""
@@ -80,11 +82,11 @@ class Way:
         self.unproven_sizes = PROVEN_SIZES
         """How many sizes that were not learned are still to be proven."""
         self.sizes: Sizes = ()
-        self._replays: dict[Sizes, Replay | None] = {}
+        self._replays: dict[Sizes, SecondRun | None] = {}
         self.captured: Way | None = None
         """The same in a CUDA graph, where no random numbers are drawn again."""
 
-    def at_size(self, sizes: Sizes) -> Replay | None:
+    def at_size(self, sizes: Sizes) -> SecondRun | None:
         """The second run for inputs of a size that was not learned; ``None`` where it is not known."""
         if not self.any_size:
             return None
@@ -118,12 +120,6 @@ class Way:
             self.settle(policies)
         return self.partner is not None
 
-    def _rest_numbers(self) -> frozenset[int]:
-        before = {saved.storage for saved in self.trace.saved[: self.limit]}
-        rest = enumerate(self.trace.saved[self.limit :], self.limit)
-        named = self.names
-        return frozenset(n for n, one in rest if one.movable and one.storage in named and one.storage not in before)
-
     def droppable(self) -> list[int]:
         """The numbers of the saved tensors that may be dropped, where the layer can be run again."""
         saved = enumerate(self.trace.saved)
@@ -145,7 +141,7 @@ class Way:
     @property
     def small_bytes(self) -> int:
         """What is dropped of them."""
-        saved = (self.trace.saved[number] for number in self.replay.run.dropped)
+        saved = (self.trace.saved[number] for number in self.replay.dropped)
         small = {one.storage for one in saved if one.small and one.storage is not None}
         return sum(self.trace.storages[one].nbytes for one in small)
 
@@ -168,7 +164,7 @@ class Way:
                 wanted[number] = RECOMPUTE
         while True:
             dropped = [number for number, policy in enumerate(wanted) if policy is RECOMPUTE]
-            run = second_run(trace, dropped, draws=draws)
+            run = SecondRun(trace, dropped, draws=draws, skips=self.hands_over)
             self.impossible |= run.impossible
             changes = dict.fromkeys(run.impossible, self.instead) or self._instead(run, policies)
             if not changes:
@@ -177,39 +173,27 @@ class Way:
                 wanted[number] = policy
             self._unify_rest(wanted, self.instead)
         self.policies = wanted
-        offloaded = {
-            saved.storage for saved, one in zip(trace.saved, wanted, strict=True) if one is OFFLOAD and saved.movable
-        }
+        offloaded = {saved.storage for saved, one in zip(trace.saved, wanted, strict=True) if one is OFFLOAD}
         self.saved_inputs = frozenset(number for number, one in enumerate(trace.given) if one in offloaded)
         held = [wanted[number] for number in self.rest_numbers]
         self.rest = RECOMPUTE if RECOMPUTE in held else OFFLOAD if OFFLOAD in held else KEEP
-        self.replay = Replay(trace, run, hands_over=self.hands_over) if run.dropped else NOTHING
-        if policies.are_timed and not self.replay.communicates:
-            self.replay = Replay(trace, run, hands_over=False)
+        if policies.are_timed and not run.communicates:
+            run = SecondRun(trace, run.dropped, skips=False)
+        self.replay = run if run.dropped else NOTHING
         self.expected = [
-            (
-                saved.node,
-                saved.shape,
-                saved.stride if number in self.replay.numbers else None,
-                saved.dtype,
-                policy if saved.movable or policy is RECOMPUTE else KEEP,
-            )
-            for number, (saved, policy) in enumerate(zip(trace.saved, wanted, strict=True))
+            (one.node, one.shape, one.stride if number in self.replay.numbers else None, one.dtype, policy)
+            for number, (one, policy) in enumerate(zip(trace.saved, wanted, strict=True))
         ]
-        self.dropped = {
-            number: (shape, dtype)
-            for number, (_, shape, _, dtype, policy) in enumerate(self.expected[: self.limit])
-            if policy is RECOMPUTE
-        }
-        self.keeps_all = self.rest is KEEP and all(one[-1] is KEEP for one in self.expected)
-        self.constants = list(trace.constants.values())
+        dropped = [number for number in self.replay.dropped if number < self.limit]
+        self.dropped = {number: (trace.saved[number].shape, trace.saved[number].dtype) for number in dropped}
+        self.keeps_all = self.rest is KEEP and all(one is KEEP for one in wanted)
         self._replays.clear()
         self.proven = not self.replay.hands_over
 
     def _wanted(self, number: int, policies: RegionPolicies) -> Policy:
         saved = self.trace.saved[number]
         if saved.storage is None or not saved.movable:
-            return OFFLOAD
+            return KEEP
         name = self.name_at(number)
         if name is None:
             return policies.source
@@ -247,7 +231,7 @@ class Way:
                         changes[number] = policy
         return changes
 
-    def _computed_from(self, storage: int, time: int, needed: frozenset[int], saved: set[int | None]) -> set[int]:
+    def _computed_from(self, storage: int, time: int, needed: set[int], saved: set[int | None]) -> set[int]:
         """The saved storages that are computed from one that is not, with no saved one in between."""
         unsaved, nearest = {storage}, set[int]()
         for later in range(time + 1, len(self.trace.steps)):

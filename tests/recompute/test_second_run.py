@@ -23,7 +23,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import offload
-from offload.recompute import prove
 
 pytestmark = pytest.mark.usefixtures("recomputes")
 
@@ -1513,10 +1512,10 @@ def test_a_hook_that_collects_results_for_the_caller_alone(lab: Lab) -> None:
 def full_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device without memory for copies of what is kept."""
 
-    def refuse(_: torch.Tensor) -> torch.Tensor:
+    def refuse(_: torch.UntypedStorage) -> torch.UntypedStorage:
         raise torch.OutOfMemoryError("no memory is left for a copy")
 
-    monkeypatch.setattr(prove, "_copy", refuse)
+    monkeypatch.setattr(torch.UntypedStorage, "clone", refuse)
 
 
 @pytest.mark.usefixtures("full_device")
