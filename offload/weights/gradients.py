@@ -65,13 +65,12 @@ class GradientWriter:
         # The host has queued what computes these gradients, and is far ahead of the device.
         self._backend.wait(self._d2h_stream, compute.record_event(), WeightWait.GRADIENT)
         with trace.mark("d2h", layer.number):
-            for gradients in layer.gradients:
-                self._copy_out(gradients)
-        leaving = [gradient for gradients in layer.gradients for gradient in gradients.values()]
-        self._flights.append(_Flight(layer.number, [*leaving, *held], self._d2h_stream.record_event()))
+            self._copy_out(layer.gradients)
+        leaving = [*layer.gradients.values(), *held]
+        self._flights.append(_Flight(layer.number, leaving, self._d2h_stream.record_event()))
         # The flight alone holds them now, and frees each as soon as compute has waited.
         layer.gradients.clear()
-        del leaving, gradients
+        del leaving
         while len(self._flights) > self._num_flights:
             trace.point("wait", self._flights[0].layer)
             # From here on compute may reuse the memory: it is told to wait for the copy that reads it.

@@ -79,7 +79,7 @@ class WeightLayer:
     ) -> None:
         self.number = number
         self.kind = type(module).__name__
-        self.gradients: list[Gradients] = []  # of backward since the layer was entered, on the device
+        self.gradients: Gradients = {}  # of backward since the layer was entered, on the device
         # A load copies from pinned memory to the slot: one copy for all parameters that no earlier layer holds.
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         found = dict(module.named_parameters())  # each once

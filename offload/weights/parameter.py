@@ -92,6 +92,13 @@ class HostParameter:
             "backward, but it has a hook, or the loss uses it by itself; leave its layer out, or do without."
         )
 
+    def several_error(self) -> NotImplementedError:
+        """The error for a second gradient before the first one has left the layer."""
+        return NotImplementedError(
+            f"{self.name} must get one gradient while backward is in its layer, but reentrant checkpoints gave "
+            "several; write checkpoint(..., use_reentrant=False)."
+        )
+
     def give_back_gradient(self) -> None:
         """Set ``parameter.grad`` to the sum, once every gradient has arrived."""
         # Autograd must not add to ``parameter.grad`` meanwhile: backward has ended, or ``refuse_outside`` was called.
@@ -125,10 +132,10 @@ class StandIn:
     shown: nn.Parameter  # what the modules hold, or last held
     version: int  # of that, when it was swapped in
 
-    def __init__(self, of: HostParameter, places: list[tuple[Any, Any]], gradients: list[Gradients]) -> None:
+    def __init__(self, of: HostParameter, places: list[tuple[Any, Any]], gradients: Gradients) -> None:
         self.of = of
         self.places = places  # containers of the layer's modules, each with the key under which it holds the parameter
-        self._gradients = gradients  # the layer's: one dictionary for each run of autograd's engine
+        self._gradients = gradients  # the layer's
         self._swapped_in = False
 
     def bind(self, flat: torch.Tensor) -> None:
@@ -187,6 +194,8 @@ class StandIn:
             raise host.outside_error()  # here, after the same collectives on all ranks
         if hooked or is_captured(host.accumulator):
             return gradient.to("cpu")
+        if host in self._gradients:  # autograd would add each to p.grad by itself: a sum here would round otherwise
+            raise host.several_error()
         if gradient.layout is not torch.strided:
             raise NotImplementedError(
                 f"{host.name} must have a dense gradient, got {gradient.layout}; build the embedding with "
@@ -196,12 +205,7 @@ class StandIn:
         gradient = gradient.detach()  # a tensor of its own: autograd may give the same one to several parameters
         if gradient.stride() != host.stride:  # so that its copy is one transfer
             gradient = gradient.new_empty_strided(host.size, host.stride).copy_(gradient)
-        # Each run of the engine, such as a reentrant checkpoint's, adds to p.grad by itself: a sum here would round
-        # otherwise.
-        free = next((each for each in self._gradients if host not in each), None)
-        if free is None:
-            self._gradients.append(free := {})
-        free[host] = gradient
+        self._gradients[host] = gradient
         return None
 
 

@@ -94,21 +94,20 @@ class GradientReducer:
             sums = []  # of each: the average, what is added to it, and the device memory for that
             for host, memory in zip(hosts, flat.split(sizes), strict=True):
                 average = averages[host] = host.over(memory, dtype)
-                found = [gradients[host] for gradients in layer.gradients if host in gradients]
-                average.copy_(found[0]) if found else average.zero_()
-                for gradient in found[1:]:
-                    average.add_(gradient)
+                found = layer.gradients.get(host)
+                average.zero_() if found is None else average.copy_(found)
                 host.hold_gradient()
                 first = host not in self._used  # later averages of one backward are added on the host
                 if first and host.before is not None:
                     host.total, host.before = host.before, None
                 host.replaces = first and host.total is not None
-                self._used[host] = bool(found) or host.replaces or self._used.get(host, False)
+                self._used[host] = found is not None or host.replaces or self._used.get(host, False)
                 if host.replaces and host.total is not None:
                     sums.append((average, host.total, host.over(self._backend.empty(len(memory)), dtype)))
             self._start(layer, flat.view(dtype), sums)
             held += [landed for *_, landed in sums]
-        layer.gradients[:] = [averages]
+        layer.gradients.clear()
+        layer.gradients.update(averages)
         return held
 
     def _start(

@@ -6,7 +6,7 @@ slot is free for another layer after these copies. Where a recomputation has led
 has other weights by the time the gradients are complete, and the step loads the weights from the host.
 
 Gradients go to the host as without steps in backward, and ``optimizer.step()`` steps with them, inside of
-``no_step()``, of parameters that several layers share, and where one backward gives a parameter several gradients.
+``no_step()``, and of parameters that several layers share.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from offload.optimizer.early import BackwardSteps, LayerGradient
 from offload.optimizer.host_weights import WeightHolder
 from offload.weights.gradients import GradientWriter
 from offload.weights.layer import WeightLayer, WeightWait
-from offload.weights.parameter import HostParameter
+from offload.weights.parameter import Gradients
 
 
 class LayerSteps(WeightHolder):
@@ -40,8 +40,8 @@ class LayerSteps(WeightHolder):
         self.parameters = {host.parameter for host in self._hosts}
         # Weak: the optimizer goes when the program drops it, with what its hooks hold.
         self._steps: weakref.ref[BackwardSteps] | None = None
-        self._left: dict[WeightLayer, dict[HostParameter, list[torch.Tensor]]] = {}
-        """Layers that backward has left with gradients, and that are not stepped yet."""
+        self._left: dict[WeightLayer, Gradients] = {}
+        """The gradients of layers that backward has left, and that are not stepped yet."""
         self._stepped: set[WeightLayer] = set()  # layers that this backward has stepped
         self._updated: Event | None = None  # after it, all weights that this backward has stepped are on the host
         self._totals: list[torch.Tensor] = []  # sums on the host that are being loaded
@@ -100,39 +100,26 @@ class LayerSteps(WeightHolder):
             return
         steps.begin_run(self)
         taken = self._left.setdefault(layer, {})
-        for gradients in layer.gradients:
-            for host in list(gradients):
-                if not host.shared and host.parameter in steps.groups:
-                    taken.setdefault(host, []).append(gradients.pop(host))
-        layer.gradients[:] = [gradients for gradients in layer.gradients if gradients]
+        for host in list(layer.gradients):
+            if not host.shared and host.parameter in steps.groups:
+                if host in taken:
+                    raise host.several_error()
+                taken[host] = layer.gradients.pop(host)
 
-    def complete(self, entered: WeightLayer | None, in_slot: WeightLayer | None) -> list[WeightLayer]:
+    def complete(self, entered: WeightLayer | None, in_slot: WeightLayer | None) -> None:
         """Backward is about to run nodes of the layer ``entered``: step all others that it has left.
 
-        The weights of ``in_slot`` are still in its slot. Returns layers with gradients that have to go to the host.
+        The weights of ``in_slot`` are still in its slot.
 
         Recomputation of several layers passes through them all before their backward, and completes no layer.
         """
         steps = self.steps
-        remaining = []
         for layer in [layer for layer in self._left if layer is not entered]:
             gradients = self._left.pop(layer)
-            several = {host: found for host, found in gradients.items() if len(found) > 1}
-            if several:
-                # A run of autograd's engine gave each, as of reentrant checkpoints; the host rounds their sum.
-                rows = max(map(len, several.values()))
-                layer.gradients += [
-                    {host: found[row] for host, found in several.items() if row < len(found)} for row in range(rows)
-                ]
-                remaining.append(layer)
-            alone = {host: found[0] for host, found in gradients.items() if len(found) == 1}
-            if alone and steps is not None:
-                self._step(steps, layer, alone, in_slot=layer is in_slot)
-        return remaining
+            if gradients and steps is not None:
+                self._step(steps, layer, gradients, in_slot=layer is in_slot)
 
-    def _step(
-        self, steps: BackwardSteps, layer: WeightLayer, gradients: dict[HostParameter, torch.Tensor], *, in_slot: bool
-    ) -> None:
+    def _step(self, steps: BackwardSteps, layer: WeightLayer, gradients: Gradients, *, in_slot: bool) -> None:
         weights = {one.of: one.weights for one in layer.stand_ins} if in_slot else {}
         given = [LayerGradient(host.parameter, one, host.total, weights.get(host)) for host, one in gradients.items()]
         self._stepped.add(layer)

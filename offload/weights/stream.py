@@ -230,7 +230,7 @@ class WeightStream:
         if self.computes is not layer:
             left = self._leave_backward()
         if not recomputes:
-            self._step_layers(layer, left)  # before the loads that follow, of which one overwrites the weights left
+            self.steps.complete(layer, left)  # before the loads that follow, of which one overwrites the weights left
         if self.computes is None:
             self.enter(layer, "backward", step=-1)
 
@@ -244,7 +244,7 @@ class WeightStream:
             left = self._leave_backward()
             if self.reducer is not None and self.reducer.averages:
                 self.reducer.finish()
-            self._step_layers(None, left)
+            self.steps.complete(None, left)
             self.slots.settle()  # the program may change weights now, in a way that leaves no trace
         try:
             try:
@@ -303,8 +303,3 @@ class WeightStream:
         else:
             self._writer.write_back(layer)
         return layer
-
-    def _step_layers(self, entered: WeightLayer | None, left: WeightLayer | None) -> None:
-        """Step the layers that backward has left for good, ``left`` among them, whose weights are in its slot."""
-        for layer in self.steps.complete(entered, left):
-            self._writer.write_back(layer)

@@ -167,10 +167,6 @@ CASES = {
     "skipped layers": {"told": skipping, "microbatches": 2, "stream": {"own_group": True}},
     "checkpoints": {"build": {"checkpoints": False}, "microbatches": 2},
     "reentrant checkpoints": {"build": {"checkpoints": True}, "stream": {"static": True}},
-    "reentrant checkpoints of two calls": {
-        "build": {"checkpoints": True, "order": (0, 0, 1, 1, 2, 2, 3, 3)},
-        "stream": {"static": True},
-    },
 }
 # Each part of a weight's gradient is averaged by itself, and so rounded.
 ROUNDED = {

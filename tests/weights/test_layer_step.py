@@ -321,18 +321,6 @@ def called_again(loop: Loop, order: Sequence[int] = (2, 1, 1, 0, 3, 2)) -> None:
     train(loop)
 
 
-def checkpointed_in_a_row(loop: Loop) -> None:
-    """Two reentrant checkpoints of one layer: each runs a backward of its own, and gives a gradient."""
-
-    def run(y: torch.Tensor) -> torch.Tensor:
-        for number in (0, 1, 1, 2, 3):
-            y = checkpoint(loop.layers[number], y, use_reentrant=True)
-        return y
-
-    loop.run = run
-    accumulation(loop)
-
-
 def skipped(loop: Loop) -> None:
     """A loss that is no number: its backward is not run."""
     for number in range(STEPS):
@@ -347,7 +335,6 @@ WAYS: dict[str, tuple[Callable[[Loop], None], bool]] = {
     "without gradient": (without_gradient, False),
     "called again": (called_again, False),
     "other order": (functools.partial(called_again, order=(3, 2, 1, 0)), False),
-    "in a row": (checkpointed_in_a_row, False),
     "skipped": (skipped, False),
     "tied": (train, True),
     "tied sums": (accumulation, True),
@@ -362,7 +349,7 @@ def test_other_ways_through_the_layers(way: str, lab: Lab) -> None:
     loop = both(lab, run, shared=shared)
     assert loop.streamed.stats().early_steps > STEPS
     tied = loop.layers[0].linear.weight.nbytes if shared else 0
-    assert shared or run is checkpointed_in_a_row or loop.streamed.stats().gradient_host_bytes == tied
+    assert shared or loop.streamed.stats().gradient_host_bytes == tied
 
 
 def test_parameters_of_other_optimizers(lab: Lab) -> None:
