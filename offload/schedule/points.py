@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from graphlib import CycleError, TopologicalSorter
-from itertools import pairwise
 from typing import NamedTuple
 
 
@@ -83,102 +81,37 @@ def check_moves(moves: Iterable[Move], model_layers: int) -> None:
         seen.add(move.layer)
 
 
-def check_order(order: tuple[Point, ...], moves: Iterable[Move], model_layers: int) -> None:
-    """Raise a ``ValueError`` unless each layer runs forward and, later, backward, and the moves keep their rules."""
+def model_order(model_layers: int) -> tuple[Point, ...]:
+    """F0 F1 F2 B2 B1 B0."""
+    layers = range(model_layers)
+    return (*map(forward, layers), *map(backward, reversed(layers)))
+
+
+def check_order(order: tuple[Point, ...], moves: Iterable[Move], model_layers: int, hint: str) -> None:
+    """Raise a ``ValueError`` unless each layer runs forward and, later, backward, and the moves fit in between."""
     position = {point: index for index, point in enumerate(order)}
-    if position.keys() != set(_model_order(model_layers)) or len(order) != len(position):
+    if position.keys() != set(model_order(model_layers)) or len(order) != len(position):
         raise ValueError(
             f"order must hold each of F0 to F{model_layers - 1} and B0 to B{model_layers - 1} once, got {list(order)}"
         )
     for layer in range(model_layers):
         if position[backward(layer)] < position[forward(layer)]:
             raise ValueError(f"order must run each layer's forward before its backward, got B{layer} before F{layer}")
-    for rule in _broken(_rules(moves), order):
-        raise ValueError(rule.refusal())
-
-
-class _Rule(NamedTuple):
-    """One point of the program must come before another."""
-
-    move: Move
-    earlier: Point
-    later: Point
-    broken: str
-    may_coincide: bool = False
-
-    def refusal(self, verdict: str = "is refused") -> str:
-        return f"layer {self.move.layer}: {self.move.entry} {verdict}: {self.broken}"
-
-
-def _rules(moves: Iterable[Move]) -> list[_Rule]:
-    rules = []
     for move in moves:
         layer, release, reload = move.layer, move.release, move.reload
+        begin, released, reloaded, end = (position[at] for at in (forward(layer), release, reload, backward(layer)))
         at, leave_out = f"it is released before {release!r}, which is not", "or leave the layer out"
-        early = f"{at} after its own forward F{layer}; use a later release"
-        late = f"{at} earlier than its own backward; use an earlier release {leave_out}"
-        swapped = f"its reload before {reload!r} does not come after its release before {release!r}; use a later reload"
-        missed = f"backward of layer {layer} comes before its reload at {reload!r}; use an earlier reload"
-        rules += [
-            _Rule(move, forward(layer), release, early),
-            _Rule(move, release, backward(layer), late),
-            _Rule(move, release, reload, f"{swapped} {leave_out}"),
-            _Rule(move, reload, backward(layer), missed, may_coincide=True),
-        ]
-    return rules
-
-
-def _broken(rules: Iterable[_Rule], order: Iterable[Point]) -> list[_Rule]:
-    position = {point: index for index, point in enumerate(order)}
-    return [one for one in rules if not position[one.earlier] < position[one.later] + one.may_coincide]
-
-
-def find_order(moves: tuple[Move, ...], model_layers: int) -> tuple[Point, ...]:
-    """An order of the points in which every move keeps its rules: a model's order if possible, else a pipeline's.
-
-    If there is none, the ``ValueError`` names an entry that contradicts those before it.
-    """
-    model, rules = _model_order(model_layers), _rules(moves)
-    if not _broken(rules, model):
-        return model
-    try:
-        return _microbatch_order(rules, moves, model_layers)
-    except CycleError as error:
-        # Each point of the cycle comes before the next one, some of them by rules.
-        cycle = set(pairwise(error.args[1]))
-        broken = [rule for rule in rules if (rule.earlier, rule.later) in cycle]
-    if len({rule.move.layer for rule in broken}) == 1:
-        raise ValueError(broken[0].refusal())
-    last = max(broken, key=lambda rule: rule.move.layer)
-    raise ValueError(last.refusal("contradicts the entries of earlier layers"))
-
-
-def _model_order(model_layers: int) -> tuple[Point, ...]:
-    """F0 F1 F2 B2 B1 B0."""
-    layers = range(model_layers)
-    return (*map(forward, layers), *map(backward, reversed(layers)))
-
-
-def _microbatch_order(rules: Iterable[_Rule], moves: Iterable[Move], model_layers: int) -> tuple[Point, ...]:
-    """Such as F0 F1 B0 F2 B1 B2: forwards first, and as little as possible between a reload and its backward.
-
-    A ``CycleError`` says that the rules contradict each other, or F(j-1) → Fj → Bj.
-    """
-    sorter: TopologicalSorter[Point] = TopologicalSorter()
-    for layer in range(model_layers):
-        sorter.add(forward(layer), *map(forward, range(max(0, layer - 1), layer)))
-        sorter.add(backward(layer), forward(layer))
-    for rule in rules:
-        if rule.earlier != rule.later or not rule.may_coincide:
-            sorter.add(rule.later, rule.earlier)
-    sorter.prepare()
-    # A backward is ready only after its reload, unless that starts with it.
-    reloaded = {backward(move.layer) for move in moves if move.reload != backward(move.layer)}
-    order, ready = list[Point](), set[Point]()
-    while sorter.is_active():
-        ready.update(sorter.get_ready())
-        # Backwards whose reload has started, then forwards, then other backwards.
-        order.append(min(ready, key=lambda point: (point not in reloaded, point.phase == "B", point.layer)))
-        ready.remove(order[-1])
-        sorter.done(order[-1])
-    return tuple(order)
+        broken = None
+        if released <= begin:
+            broken = f"{at} after its own forward F{layer}; use a later release"
+        elif released >= end:
+            broken = f"{at} earlier than its own backward; use an earlier release {leave_out}"
+        elif reloaded <= released:
+            broken = (
+                f"its reload before {reload!r} does not come after its release before {release!r}; use a later reload "
+                f"{leave_out}"
+            )
+        elif reloaded > end:
+            broken = f"backward of layer {layer} comes before its reload at {reload!r}; use an earlier reload"
+        if broken is not None:
+            raise ValueError(f"layer {layer}: {move.entry} is refused: {broken}{hint}")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from offload.base.checks import check_int, check_type, describe, warn_caller
-from offload.schedule.points import Move, Point, backward, check_moves, check_order, find_order, forward
+from offload.schedule.points import Move, Point, backward, check_moves, check_order, forward, model_order
 
 SynchronizationDict = Mapping[int, tuple[bool, int, bool, int]]
 
@@ -25,14 +25,12 @@ class Schedule:
     Args:
         model_layers: Number of layers, N; layers are numbered 0 … N-1.
         moves: One :class:`Move` per offloaded layer, in any order.
-        order: The order in which the program reaches its 2N points; derived from the moves by default. If the moves
-            fit a model's layers, forwards come in turn, then backwards, later layers first. Otherwise the layers are
-            taken to be microbatches of a pipeline: backwards come in turn, too, each as late as the moves allow, but
-            at once when its reload has started.
+        order: The order in which the program reaches its 2N points; by default a model's, whose forwards come in turn,
+            then backwards, later layers first. Where layers are microbatches of a pipeline, say their order.
 
     Raises:
-        ValueError: A layer is out of range or named twice, or no order (or not the given one) lets a layer run forward,
-            be released, be reloaded and run backward in this sequence. The message names the entry and the reason.
+        ValueError: A layer is out of range or named twice, or the order does not let a layer run forward, be released,
+            be reloaded and run backward in this sequence. The message names the entry and the reason.
     """
 
     model_layers: int
@@ -47,8 +45,9 @@ class Schedule:
             check_type("each of moves", move, Move, "a Move, of a layer, a release and a reload")
         moves = tuple(sorted(self.moves, key=lambda move: move.layer))
         check_moves(moves, self.model_layers)
-        order = tuple(self.order) or find_order(moves, self.model_layers)
-        check_order(order, moves, self.model_layers)
+        order = tuple(self.order) or model_order(self.model_layers)
+        hint = "" if self.order else ". If the program runs in another order than F0, F1, ... B1, B0, pass it as order="
+        check_order(order, moves, self.model_layers, hint)
         position = {point: index for index, point in enumerate(order)}
         by_reload = sorted(moves, key=lambda move: position[backward(move.layer)])
         released = _group((move.release, move.layer) for move in moves)
@@ -93,7 +92,7 @@ class Schedule:
         Args:
             entries: The dictionary. A layer that is not in it is kept on the device.
             model_layers: Number of layers.
-            order: The order in which the program runs, such as ``["F0", "F1", "B0", "B1"]``, to be checked too.
+            order: The order in which the program runs, such as ``["F0", "F1", "B0", "B1"]``; a model's by default.
         """
         if not isinstance(entries, Mapping):
             raise TypeError(f"synchronization_dict must map layers to their entries, got {type(entries).__name__}")
@@ -127,8 +126,7 @@ class Schedule:
 
     def __repr__(self) -> str:
         entries = {move.layer: move.entry for move in self.moves}
-        found = self.order == find_order(self.moves, self.model_layers)
-        order = "" if found else f", {[*map(repr, self.order)]}"
+        order = "" if self.order == model_order(self.model_layers) else f", {[*map(repr, self.order)]}"
         return f"Schedule.from_synchronization_dict({entries}, {self.model_layers}{order})"
 
     def __str__(self) -> str:
