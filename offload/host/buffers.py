@@ -1,8 +1,4 @@
-"""Host memory in pieces: ranges of the pool's slabs, buffers made of them, and the arena of a CUDA graph.
-
-A graph copies to and from the addresses that it captured for as long as it can be replayed. So buffers that a capture
-takes form an *arena* of that graph, and return to the pool when the graph is gone.
-"""
+"""Host memory in pieces: ranges of the pool's slabs, and buffers made of them."""
 
 from __future__ import annotations
 
@@ -12,7 +8,6 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from offload.device.backend import Event
-from offload.device.capture import Capture, GraphLife
 
 
 class Range:
@@ -38,11 +33,11 @@ class Range:
 class HostBuffer:
     """Host memory for one storage: uint8 pieces, in order, and the events after which they may be written."""
 
-    __slots__ = ("arena", "events", "nbytes", "pieces", "ranges")
+    __slots__ = ("events", "graph", "nbytes", "pieces", "ranges")
 
     def __init__(self, nbytes: int, ranges: Sequence[Range]) -> None:
         self.nbytes = nbytes
-        self.arena: Arena | None = None  # of the graph that copies to and from it, if any
+        self.graph: Ready | None = None  # what belongs to the CUDA graph that copies to and from it, if any
         self.ranges = ranges
         self.events: tuple[Event, ...] = ()
         self.pieces = [piece.slab[piece.start : piece.end] for piece in ranges]
@@ -51,24 +46,6 @@ class HostBuffer:
 
 
 Ready = defaultdict[int, deque[HostBuffer]]  # buffers to hand out again as they are, by size
-
-
-class Arena:
-    """The host buffers of one graph, or of a forward graph and the backward graph that reads them."""
-
-    def __init__(self) -> None:
-        self.taken = 0  # how many buffers the arena has taken from the pool
-        self.ready: Ready = defaultdict(deque)  # the buffers that the capture has given back, and may take again
-        self._lives: dict[int, GraphLife] = {}
-
-    def hold(self, capture: Capture) -> None:
-        if capture.id not in self._lives:
-            self._lives[capture.id] = GraphLife(capture)
-
-    @property
-    def over(self) -> bool:
-        """Whether nobody can replay the graphs any more, nor holds a buffer."""
-        return all(life.over for life in self._lives.values()) and sum(map(len, self.ready.values())) == self.taken
 
 
 def gaps(slabs: Iterable[torch.Tensor], covered: Iterable[Range]) -> list[Range]:

@@ -5,6 +5,8 @@ range is large enough; only what is missing then is newly pinned. So fragmentati
 system has refused to pin more, it is not asked again until somebody reserves or frees memory: asking takes time.
 
 A buffer that is given back carries the event after which it may be written again: the next copy waits for the event.
+A CUDA graph copies to and from the addresses that it captured whenever it is replayed, so what a capture takes is the
+graph's own for good.
 
 Note:
     An interrupt (Ctrl-C) can come after any call. Whoever gives a buffer back forgets it first. So an interrupt can
@@ -28,7 +30,7 @@ from offload.base.tensors import aligned
 from offload.device.backend import Backend, Event
 from offload.device.capture import CaptureError, current_capture
 from offload.device.select import get_backend
-from offload.host.buffers import Arena, HostBuffer, Range, Ready, gaps
+from offload.host.buffers import HostBuffer, Range, Ready, gaps
 from offload.host.page_locked import HostMemoryError, check_room, forget_on_fork, page_locked
 
 _logger = logging.getLogger(__name__)
@@ -55,7 +57,7 @@ class HostPool:
         self._buffers: list[HostBuffer] = []  # all that were made and not taken apart since, wherever they are
         self._free: list[Range] = []  # what no buffer covers
         self._copied: list[tuple[Range, Event]] = []  # of buffers taken apart, writable after the event
-        self._arenas: dict[int, Arena] = {}
+        self._graphs: defaultdict[int, Ready] = defaultdict(lambda: defaultdict(deque))  # by capture
         self._max_bytes: int | None = None
         self._refusal: tuple[int, str] | None = None  # the least size that the system refused, and why
 
@@ -77,18 +79,14 @@ class HostPool:
         """
         with self._lock:
             self._max_bytes = max_bytes
-            if self._arenas:
-                self._collect()
             capture = current_capture()
             if capture is None:
                 return self._take(nbytes)
-            arena = self._arenas.setdefault(capture.id, Arena())
-            arena.hold(capture)
-            if arena.ready[nbytes]:
-                return arena.ready[nbytes].popleft()
+            graph = self._graphs[capture]
+            if graph[nbytes]:
+                return graph[nbytes].popleft()
             buffer = self._take(nbytes)
-            buffer.arena, buffer.events = arena, ()  # what used it before is over: a capture begins idle
-            arena.taken += 1
+            buffer.graph, buffer.events = graph, ()  # what used it before is over: a capture begins idle
             return buffer
 
     def _take(self, nbytes: int) -> HostBuffer:
@@ -105,8 +103,7 @@ class HostPool:
     def give(self, buffer: HostBuffer, *events: Event) -> None:
         """Take ``buffer`` back, which the caller has forgotten already, also in a finalizer and from any thread."""
         buffer.events = events  # the last copy's, behind which all earlier ones are done
-        ready = self.ready if buffer.arena is None else buffer.arena.ready
-        ready[buffer.nbytes].append(buffer)
+        (self.ready if buffer.graph is None else buffer.graph)[buffer.nbytes].append(buffer)
 
     def take_whole(self, sizes: Sequence[int], max_bytes: int | None = None) -> list[HostBuffer]:
         """Buffers of one piece each, for tensors that the program reads; blocks until no copy uses their memory.
@@ -155,15 +152,12 @@ class HostPool:
         return Range(piece.slab, piece.start, size)
 
     def read(self, buffer: HostBuffer) -> None:
-        """Say that a copy out of ``buffer`` is about to be queued; inside a capture, the graph keeps it."""
-        capture = current_capture()
-        if capture is not None:
-            if buffer.arena is None:
-                raise CaptureError(
-                    "backward is being captured, but its forward ran outside of a capture; capture both, in one graph "
-                    "or with torch.cuda.make_graphed_callables."
-                )
-            buffer.arena.hold(capture)
+        """Say that a copy out of ``buffer`` is about to be queued."""
+        if buffer.graph is None and current_capture() is not None:
+            raise CaptureError(
+                "backward is being captured, but its forward ran outside of a capture; capture both, in one graph "
+                "or with torch.cuda.make_graphed_callables."
+            )
 
     def reserve(self, nbytes: int) -> None:
         """Pin now what is missing for ``nbytes`` bytes in total; what was pinned before an error stays in the pool."""
@@ -177,7 +171,6 @@ class HostPool:
         """Give slabs that hold no buffer back to the system; returns their bytes. Waits for copies in flight."""
         with self._lock:
             self._refusal = None
-            self._collect()
             self._reclaim()
             for _, event in self._copied:
                 event.synchronize()  # a copy may still run, and the system takes the pages at once
@@ -186,15 +179,6 @@ class HostPool:
             self._free = [piece for piece in self._free if id(piece.slab) not in idle]
             self._slabs = [slab for slab in self._slabs if id(slab) not in idle]
         return sum(idle.values())
-
-    def _collect(self) -> None:
-        """Take back what belonged to graphs that are gone."""
-        for capture, arena in list(self._arenas.items()):
-            if arena.over:
-                del self._arenas[capture]  # first: an interrupt may lose buffers here, but none is given twice
-                for buffer in itertools.chain.from_iterable(arena.ready.values()):
-                    buffer.arena, buffer.events = None, ()
-                    self.ready[buffer.nbytes].append(buffer)
 
     def _carve(self, size: int) -> list[Range]:
         if not any(piece.nbytes >= size for piece in self._free):

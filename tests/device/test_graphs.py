@@ -1,7 +1,7 @@
 """Whose host memory is whose while CUDA graphs live. Captures and the driver are pretended, so no GPU is needed."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +17,7 @@ from offload.activations import copies as under_test
 from offload.activations.copies import Transfers
 from offload.device import capture as graphs
 from offload.device import cuda as cuda_device
-from offload.device.capture import Capture, CaptureError, GraphLife, current_capture, is_capturing
-from offload.host import buffers as host_buffers
+from offload.device.capture import CaptureError, current_capture, is_capturing
 from offload.host import pool as host_pool
 from offload.host.buffers import HostBuffer
 from offload.host.pool import BUFFER_ALIGNMENT_BYTES, HostPool
@@ -27,30 +26,19 @@ KIB = 1024
 
 
 class Driver:
-    """Pretends captures by number, and the ends of the graphs that they made."""
+    """Pretends captures by number."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now: Capture | None = None
-        self._lives: defaultdict[int, list[SimpleNamespace]] = defaultdict(list)
+        self.now: int | None = None
         monkeypatch.setattr(host_pool, "current_capture", lambda: self.now)
-        monkeypatch.setattr(host_buffers, "GraphLife", self._begin)
-
-    def _begin(self, capture: Capture) -> SimpleNamespace:
-        life = SimpleNamespace(over=False)
-        self._lives[capture.id].append(life)
-        return life
 
     @contextmanager
     def capture(self, number: int) -> Iterator[None]:
-        self.now = Capture(number, graph=0xBEEF)
+        self.now = number
         try:
             yield
         finally:
             self.now = None
-
-    def destroy(self, number: int) -> None:
-        for life in self._lives[number]:
-            life.over = True
 
 
 class Event:
@@ -110,20 +98,6 @@ class TestOwnership:
         assert again.events == (event,), "the graph itself must wait for its own earlier copy"
 
 
-class TestEnd:
-    def test_a_forward_s_buffers_wait_for_the_backward_that_reads_them(self, pool: HostPool, driver: Driver) -> None:
-        warm_up(pool, KIB)
-        with driver.capture(1):
-            captured = pool.take(KIB)
-        with driver.capture(2):
-            pool.read(captured)
-            pool.give(captured, Event(driver))
-        driver.destroy(1)
-        assert not blocks(pool.take(KIB)) & blocks(captured)
-        driver.destroy(2)
-        assert blocks(pool.take(KIB)) == blocks(captured)
-
-
 class TestMissingMemory:
     def test_is_an_error_that_says_how_much_and_what_to_do(self, pool: HostPool, driver: Driver) -> None:
         warm_up(pool, 4 * KIB)
@@ -166,22 +140,18 @@ class TestReading:
 STEP = st.one_of(
     st.tuples(st.just("take"), st.integers(0, 3), st.sampled_from([512, 700, 1024, 3000])),
     st.tuples(st.just("give"), st.integers(0, 3), st.integers(0, 9)),
-    st.tuples(st.just("destroy"), st.integers(1, 3), st.just(0)),
 )
 
 
 @given(st.lists(STEP, max_size=40))
 def test_no_memory_ever_has_two_owners(steps: list[tuple[str, int, int]]) -> None:
-    """Owner 0 is eager code, the others are graphs. A graph owns all it ever took, until it is destroyed."""
+    """Owner 0 is eager code, the others are graphs. A graph owns all it ever took."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         driver, pool = Driver(monkeypatch), HostPool(host_memory)
         pool.reserve(64 * KIB)
         held: defaultdict[int, list[HostBuffer]] = defaultdict(list)
         owned: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
-        destroyed: set[int] = set()
         for what, owner, number in steps:
-            if owner in destroyed:
-                continue
             if what == "take":
                 with driver.capture(owner) if owner else no_capture():
                     try:
@@ -198,10 +168,6 @@ def test_no_memory_ever_has_two_owners(steps: list[tuple[str, int, int]]) -> Non
                 pool.give(buffer, Event(driver))
                 if not owner:
                     owned[owner] -= blocks(buffer)
-            elif what == "destroy" and not held[owner]:
-                driver.destroy(owner)
-                destroyed.add(owner)
-                owned.pop(owner, None)
         pool.take(1)
         alive = sum(len(memory) for memory in owned.values()) * BUFFER_ALIGNMENT_BYTES
         assert pool.used_bytes <= alive + 1
@@ -213,44 +179,14 @@ def no_capture() -> Iterator[None]:
 
 
 class FakeCuda:
-    """The three calls of the driver; the graph can be destroyed by hand."""
+    """The driver."""
 
     def __init__(self, error: int = 0) -> None:
         self.error = error
-        self.destroy: Callable[[], object] = lambda: None
-        self.retained: list[int | None] = []
 
-    def cuStreamGetCaptureInfo_v2(self, stream: Any, status: Any, identity: Any, graph: Any, *_: Any) -> int:  # noqa: N802  # the driver's name
-        status._obj.value, identity._obj.value, graph._obj.value = 1, 42, 0xBEEF
+    def cuStreamGetCaptureInfo_v2(self, stream: Any, status: Any, identity: Any, *_: Any) -> int:  # noqa: N802  # the driver's name
+        status._obj.value, identity._obj.value = 1, 42
         return self.error
-
-    def cuUserObjectCreate(self, user_object: Any, pointer: Any, destroy: Any, count: int, flags: int) -> int:  # noqa: N802  # the driver's name
-        assert (count, flags) == (1, 1)
-        user_object._obj.value = 0xCAFE
-        self.destroy = lambda: destroy(pointer)
-        return self.error
-
-    def cuGraphRetainUserObject(self, graph: Any, user_object: Any, count: int, flags: int) -> int:  # noqa: N802  # the driver's name
-        assert (user_object.value, count, flags) == (0xCAFE, 1, 1)
-        self.retained.append(graph.value)
-        return self.error
-
-
-class TestLife:
-    def test_is_over_when_the_driver_destroys_the_user_object(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        cuda = FakeCuda()
-        monkeypatch.setattr(cuda_device, "driver", lambda: cuda)
-        life = GraphLife(Capture(1, 0xBEEF))
-        assert cuda.retained == [0xBEEF]
-        assert not life.over
-        cuda.destroy()
-        assert life.over
-        assert life.over, "looking does not change it"
-
-    def test_a_refusing_driver_is_an_error_with_its_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(cuda_device, "driver", lambda: FakeCuda(error=901))
-        with pytest.raises(CaptureError, match="refused a call on the graph under capture with error 901"):
-            GraphLife(Capture(1, 0xBEEF))
 
 
 class TestCurrentCapture:
@@ -258,7 +194,10 @@ class TestCurrentCapture:
         monkeypatch.setattr(cuda_device, "driver", FakeCuda)
         monkeypatch.setattr(graphs, "_capturing", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
-        assert current_capture() == Capture(42, 0xBEEF)
+        assert current_capture() == 42
+        monkeypatch.setattr(cuda_device, "driver", lambda: FakeCuda(error=901))
+        with pytest.raises(CaptureError, match="refused a call on the graph under capture with error 901"):
+            current_capture()
 
     def test_another_stream_s_state_is_asked_on_that_stream(self, monkeypatch: pytest.MonkeyPatch) -> None:
         current = ["compute"]
