@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -19,17 +17,17 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self.restart()
-        _follow_forks()
-        _workers.add(self)
+        self._begin()
 
-    def restart(self) -> None:
-        """Start a new thread for the next job: a forked child has no other threads."""
+    def _begin(self) -> None:
+        self._process = os.getpid()
         self._starting = threading.Lock()
         self._jobs: _Jobs | None = None  # ``None`` as long as there is no thread
 
     def submit(self, job: Callable[[], object], errors: _Errors) -> None:
         """Queue ``job``; what it raises is appended to ``errors``, and the thread goes on."""
+        if os.getpid() != self._process:
+            self._begin()  # a forked child has no other threads
         jobs = self._jobs
         (self._start() if jobs is None else jobs).put((job, errors))
 
@@ -61,22 +59,3 @@ def _work(jobs: _Jobs) -> None:
         except BaseException as error:  # noqa: BLE001  the program raises it when it waits
             errors.append(error)
         del queued, job  # else the waiting thread would keep the job's tensors alive
-
-
-_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
-
-
-def _before_fork() -> None:
-    # A child has no threads but the one that forked: queued jobs would never run there.
-    for worker in list(_workers):
-        worker.drain()
-
-
-def _in_child() -> None:
-    for worker in list(_workers):
-        worker.restart()
-
-
-@functools.cache
-def _follow_forks() -> None:
-    os.register_at_fork(before=_before_fork, after_in_child=_in_child)

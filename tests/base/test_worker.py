@@ -5,19 +5,17 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
 import torch
 from faults import in_threads, slowly
-from lab import late_copies
-from models import build, loss_of, offloading, step_gradients
+from models import build, step_gradients
 from ranks import true_in_a_child
 
+from offload import offload_layers
 from offload.base.worker import Worker
-
-CPU = torch.device("cpu")
+from offload.device.select import get_backend
 
 
 def test_an_error_is_kept_and_the_thread_goes_on() -> None:
@@ -67,62 +65,17 @@ def test_the_thread_goes_with_the_worker() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-class TestFork:
-    """A child has no threads of its parent's; it makes its own. CUDA cannot be used after a fork."""
-
-    @pytest.fixture(autouse=True)
-    def slow_copies(self) -> Iterator[None]:
-        with late_copies(0.002):
-            yield
-
-    def test_what_was_queued_is_done_before_the_fork(self) -> None:
-        worker, done = Worker("test"), list[str]()
-        worker.submit(lambda: (time.sleep(0.05), done.append("parent")), [])
-
-        def goes_on() -> bool:
-            there = list(done)
-            worker.submit(lambda: done.append("child"), [])
-            worker.drain()
-            return there == ["parent"] and done == ["parent", "child"]
-
-        assert true_in_a_child(goes_on)
-        assert done == ["parent"]
-
-    def test_another_thread_is_about_to_start_the_worker(self) -> None:
-        """And holds its lock, which the child's copy of that thread never gives back."""
-        worker, done = Worker("test"), list[str]()
-
-        def submit(where: str) -> None:
-            worker.submit(lambda: done.append(where), [])
-
-        def start() -> None:
-            sys.settrace(slowly(Worker._start, seconds=0.1))
-            submit("parent")
-
-        def goes_on() -> bool:
-            submit("child")
-            worker.drain()
-            return done == ["child"]
-
-        starting = threading.Thread(target=start, daemon=True)
-        starting.start()
-        time.sleep(0.25)
-        assert not done
-        assert true_in_a_child(goes_on)
-        starting.join(10)
-        worker.drain()
-        assert done == ["parent"]
-
-    def test_a_graph_from_before_the_fork(self) -> None:
-        """What its parent has on the host, the child has too."""
-        layers, x = build("gpt", 4, CPU)
-        expected, offloaded = step_gradients(layers, x), offloading(2, 4, CPU)
-        leaves = [x, *layers.parameters()]
-        torch.manual_seed(1)
-        loss = loss_of(offloaded.forward(layers, x))
+def test_a_forked_child_makes_a_thread_of_its_own() -> None:
+    """It has none of its parent's. CUDA cannot be used after a fork."""
+    layers, x = build("gpt", 4, torch.device("cpu"))
+    expected = step_gradients(layers, x)
+    with offload_layers(layers, 2, min_bytes=0) as handle:
+        step_gradients(layers, x)
+        get_backend("cpu").synchronize()
 
         def is_right() -> bool:
-            return all(map(torch.equal, expected, torch.autograd.grad(loss, leaves)))
+            right = all(map(torch.equal, expected, step_gradients(layers, x)))
+            return right and handle.stats().reloaded_bytes > 0
 
         assert true_in_a_child(is_right)
         assert is_right()
