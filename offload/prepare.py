@@ -91,9 +91,11 @@ class PreparedTraining(Handle):
     def _followed(self, one: RecipePlan) -> RecipePlan:
         """A recipe as it was planned, or, if it is in place, with what the activations' plan says."""
         followed, predicted = self._activations, self._prediction
-        if one.recipe != self.recipe or followed is None or followed.plan is None or predicted is None:
+        if one.recipe != self.recipe or followed is None or followed.largest_plan is None or predicted is None:
             return one
-        made, training, resident = followed.plan, self._training, self.resident_bytes
+        made, training, resident = followed.largest_plan, self._training, self.resident_bytes
+        if made.peak_bytes > made.memory_budget:
+            return one  # it does not fit
         # What a step needs where everything is recomputed, as in the measured one.
         least_bytes = followed.measured_bytes - training.gradient_bytes(predicted.measured)
         peak_bytes = max(made.peak_bytes, least_bytes + training.gradient_bytes(self.recipe))

@@ -16,6 +16,7 @@ from itertools import chain
 
 from offload.base.checks import format_s
 from offload.device.backend import Backend, Event
+from offload.measuring.sizes import SIMILAR
 from offload.planning.plan import Plan
 from offload.planning.search import Among
 
@@ -36,9 +37,6 @@ HOPE = 0.9
 OPTIMISM = 0.75
 """Of its prediction, the seconds that a plan may take that was not measured; or this part of how long another one took
 of its own prediction."""
-
-SIMILAR = 0.7
-"""From this part of the elements on that a plan is for, seconds are in proportion."""
 
 
 class ComparePlans:

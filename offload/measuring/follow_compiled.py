@@ -23,7 +23,6 @@ from offload.base.torch_private import compiler_of, is_compiled
 from offload.measuring.follow_plan import FollowPlan
 from offload.measuring.memory_left import MemoryLeft
 from offload.measuring.profile_layers import learning_policies, learning_schedule
-from offload.measuring.sizes import Size
 from offload.measuring.try_levels import NotCompiledError, try_levels
 from offload.recompute.compiled_levels import CompiledForward, CompiledPolicies, Level, Runs, parse_compile
 from offload.recompute.layer_inputs import LayerInputs
@@ -127,9 +126,6 @@ class FollowCompiledPlan(FollowPlan):
     def _recompute_all(self) -> None:
         followed = [None if isinstance(one, CompiledPolicies) else one for one in self._policies]
         self.context.follow(learning_schedule(len(self._layers)), followed)
-
-    def _fits(self, size: Size) -> bool:
-        return False  # a plan chooses the graphs that compiled layers run
 
     def _put_back(self) -> None:
         for forward in (*self._forwards, *self._whole):

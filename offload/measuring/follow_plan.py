@@ -3,8 +3,8 @@
 In the first microbatch everything is recomputed, the layers' inputs are offloaded, and each region is timed. The second
 microbatch runs in the same way, and the layers are timed as a whole. That makes a profile, the profile a plan, and the
 plan's schedule and policies are followed. Inputs for which something needs more than for any before get a new plan
-before they run, from what was measured; others follow the plan that there is, or have everything kept where that fits.
-Much larger ones are timed as the second microbatch was.
+before they run, from what was measured. Smaller ones follow that plan in as few layers as are enough, and the other
+layers keep everything. Much larger ones are timed as the second microbatch was.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from offload.measuring.profile_layers import (
     learned_profile,
     learning_policies,
     learning_schedule,
+    recompute_all,
     time_second_runs,
 )
-from offload.measuring.sizes import CostsBySize, Inputs, Size, given_to, is_within
+from offload.measuring.sizes import CostsBySize, Inputs, Size, given_to, is_within, rounded_up
 from offload.measuring.watch_plan import TOLERANCE, WatchedLayers, say_measured
-from offload.planning.layer_costs import costs_of, peak_bytes
-from offload.planning.plan import Plan, free_plan, make_plan
+from offload.planning.plan import Plan, free_plan, make_plan, relaxed
 from offload.planning.profile import LayerProfile, Profile
 from offload.planning.search import Among
 from offload.recompute.layer_policies import LayerPolicies
@@ -94,7 +94,9 @@ class FollowPlan(WatchedLayers):
         super().__init__(layers, context)
         self._layers = layers
         self.plan: Plan | None = None
-        """The plan that is followed; ``None`` while the layers are measured."""
+        """The plan that the microbatch follows which began last; ``None`` while the layers are measured."""
+        self.largest_plan: Plan | None = None
+        """The plan for inputs of the planned size."""
         self.profile: Profile | None = None
         """What the layers cost, once that was measured."""
         self.measured_bytes = 0
@@ -112,12 +114,8 @@ class FollowPlan(WatchedLayers):
         """The bytes that the gradients of each layer have which the microbatch that is timed allocates."""
         self._planned: Size = {}
         """The size of inputs that the plan is for."""
-        self._fitting: dict[bool, list[Size]] = {True: [], False: []}
-        """Sizes of inputs for which everything can be kept, and for which it cannot."""
-        self._as_planned: tuple[Schedule, Sequence[LayerPolicies | None]] = nothing, ()
-        """What the layers do by the plan."""
-        self._keeps_all = False
-        """Whether everything is kept now, in place of following the plan."""
+        self._smaller: dict[Hashable, Plan] = {}
+        """The plans for sizes of smaller inputs."""
         self._peak_bytes = self._gradient_bytes = 0
         """The most device memory in the last microbatch, above what there was when its step began; and the gradients
         that there were then, where they count to the budget."""
@@ -153,12 +151,11 @@ class FollowPlan(WatchedLayers):
         return learning_policies(self._layers)
 
     def _recompute_all(self) -> None:
-        self._as_planned = learning_schedule(len(self._layers)), self._policies
-        self.context.follow(*self._as_planned)
+        self.context.follow(learning_schedule(len(self._layers)), self._policies)
 
     def _recompute_again(self) -> None:
         """Recompute everything in place of following the plan."""
-        self.plan, self._keeps_all, self._proves = None, False, True
+        self.plan, self.largest_plan, self._proves = None, None, True
         for one in self._policies:
             one.measure_again()
         self._recompute_all()
@@ -174,7 +171,7 @@ class FollowPlan(WatchedLayers):
             sum(one.nbytes for one in layer.parameters() if one.is_leaf and one.requires_grad and one.grad is None)
             for layer in self._layers
         ]
-        self.plan, self._keeps_all, self._watches, self._peak_bytes = None, False, True, 0
+        self._watches, self._peak_bytes = True, 0
         hold_some(self._policies)
         time_second_runs(self._policies, self._backend)
         self._times.start(self._peak)
@@ -208,17 +205,17 @@ class FollowPlan(WatchedLayers):
             grown_bytes = allocated_bytes(self._backend.device) - self._left.gradient_bytes() - self._held_bytes
             if grown_bytes > RESERVE * self._budget:  # optimizer state, that the first step has made, perhaps
                 self.plan_again()
-        if self._compare is not None and self._compare.measures and self.plan is not None:
+        if self._compare is not None and self._compare.measures and self.largest_plan is not None:
             # On the CPU, copies and compute share the cores: the times of some microbatches say little there.
-            ready = self._backend.device.type != "cpu" and not self._fits(size)
+            ready = self._backend.device.type != "cpu" and self._plan_at(size) is self.largest_plan
             ready = ready and not self._count_unproven()
-            self._follow(self._compare.begin_microbatch(self._inputs.elements, ready=ready))
+            self._change_to(self._compare.begin_microbatch(self._inputs.elements, ready=ready))
         self._gradient_bytes = self._left.gradient_bytes()
         if not self.measures:
-            self._keep_all(self._fits(size))
+            self._follow(self._plan_at(size))
             self._peak.stop()
             self._peak_bytes = 0
-        if self._watches and not (self._keeps_all and self._peak.costs_time):
+        if self._watches and not (self.plan is not self.largest_plan and self._peak.costs_time):
             self._peak.start()
         self._times.forwards, self._ran_all, self._unproven = 0, False, self._count_unproven()
         self._count_inputs(inputs)
@@ -243,58 +240,57 @@ class FollowPlan(WatchedLayers):
         """How many layers have not run yet since their second run is another one."""
         return sum(one is not None and not one.proven for one in self.context.policies)
 
+    def _change_to(self, plan: Plan | None) -> None:
+        """From here on, this is the plan for inputs of the planned size."""
+        if plan is not None:
+            self.largest_plan, self._smaller, self._proves = plan, {}, True
+            self._follow(plan)
+
     def _follow(self, plan: Plan | None) -> None:
-        if plan is None:
+        if plan is None or plan is self.plan:
             return
-        self.plan, self._proves = plan, True
+        self.plan = plan
         triples = zip(self._policies, plan.policies, plan.profile.layers, strict=True)
-        self._as_planned = plan.schedule, [learned.follows(policy, layer.regions) for learned, policy, layer in triples]
-        self._keeps_all = False
-        self.context.follow(*self._as_planned)
+        policies = [learned.follows(policy, layer.regions) for learned, policy, layer in triples]
+        self.context.follow(plan.schedule, policies)
 
-    def _keep_all(self, keeps_all: bool) -> None:
-        """Keep everything from here on, or follow the plan."""
-        if keeps_all is not self._keeps_all:
-            self._keeps_all = keeps_all
-            count = len(self._layers)
-            self.context.follow(*((Schedule(count), [None] * count) if keeps_all else self._as_planned))
-
-    def _fits(self, size: Size) -> bool:
-        """Whether everything can be kept with inputs of this size, where the plan does not do so for all."""
-        if self._compare is None or self.plan is None or not (self.plan.num_layers or any(self.plan.policies)):
-            return False
-        if any(is_within(size, one) for one in self._fitting[True]):
-            return True
-        if any(is_within(one, size) for one in self._fitting[False]):
-            return False
-        fits = self._kept_bytes(size) <= (1 - RESERVE) * self._budget
-        self._fitting[fits].append(size)
-        return fits
-
-    def _kept_bytes(self, size: Size) -> float:
-        """What a microbatch needs with inputs of this size if everything is kept."""
-        profile, missing_bytes = self._costs.at(size)
-        layers = costs_of(profile, self.link, (), [None] * len(self._layers))
-        return peak_bytes(layers, 0, profile.loss_bytes) + missing_bytes
+    def _plan_at(self, size: Size) -> Plan | None:
+        """The plan for inputs of this size, which are no larger than the planned ones."""
+        largest, size = self.largest_plan, rounded_up(size, self._planned)
+        if largest is None or size == self._planned:
+            return largest
+        key = frozenset(size.items())
+        if key not in self._smaller:
+            profile, missing_bytes = self._costs.at(size)
+            if self._compare is None:
+                self._smaller[key] = self._free_plan(profile)
+            else:
+                left_bytes = max(0, round((1 - RESERVE) * self._budget) - missing_bytes)
+                self._smaller[key] = relaxed(largest, _with_larger_workspace(profile), left_bytes)
+        return self._smaller[key]
 
     def _keep_to_budget(self) -> None:
         """Plan again with less if the last microbatch, under this plan, has broken the budget."""
         over = self._peak_bytes - self._budget
-        if self._keeps_all:
+        if self.plan is not self.largest_plan and self.largest_plan is not None:
             if over > 0:
-                _logger.info("keeping everything needed %s, so the plan is followed", format_bytes(self._peak_bytes))
-                self._fitting = {True: [], False: [{}]}
+                line = "a plan for smaller inputs needed %s: that for the largest ones is followed"
+                _logger.info(line, format_bytes(self._peak_bytes))
+                broken = [key for key, plan in self._smaller.items() if plan is self.plan]
+                self._smaller |= dict.fromkeys(broken, self.largest_plan)
             return
         if over > 0 and self._corrections_left:
             self._corrections_left -= 1
             amounts = format_bytes(self._budget), format_bytes(self._peak_bytes)
             _logger.info("memory_budget = %s: the last microbatch needed %s, so it is planned again", *amounts)
             self._costs.need_more(over)
-            self._make_plan("the plan is followed that has broken it" if over > TOLERANCE * self._budget else None)
+            self._make_plan(over)
             return
         if over > TOLERANCE * self._budget and not self._said:
             self._said = True
-            tried = f"by {CORRECTIONS + 1} plans" if self.plan else "although everything is recomputed"
+            plan = self.largest_plan
+            least = plan is not None and [*plan.policies] == recompute_all(plan.profile)
+            tried = "although everything is recomputed" if least else f"by {CORRECTIONS + 1} plans"
             warn_caller(
                 f"memory_budget = {format_bytes(self._budget)} was not met {tried}: the last "
                 f"microbatch needed {format_bytes(self._peak_bytes)}; give more, or use smaller microbatches."
@@ -345,24 +341,21 @@ class FollowPlan(WatchedLayers):
 
     def plan_again(self) -> None:
         """Plan for what is left now, if there is a plan already."""
-        if self.plan is not None:
+        if self.largest_plan is not None:
             self._ask_what_is_left()
             self._plan_for(self._planned)
 
     def _plan_for(self, size: Size) -> None:
         self._planned, self._watches, self._said = size, True, False
-        self._make_plan(
-            "the last plan is followed" if self.plan else "everything is recomputed and inputs are offloaded"
-        )
-        self._fitting = {True: [], False: []}
+        self._make_plan()
 
-    def _make_plan(self, otherwise: str | None) -> None:
-        """Follow a plan for inputs of the planned size; if none fits, say what is done ``otherwise``."""
+    def _make_plan(self, over_bytes: int | None = None) -> None:
+        """Follow a plan for inputs of the planned size, in place of one that needed so much ``over_bytes``."""
         self.profile, self.missing_bytes = self._costs.at(self._planned)
         if self._compare is None:
-            self._follow(self._free_plan(self.profile))
+            self._change_to(self._free_plan(self.profile))
         else:
-            self._follow(self._plan_within(self.profile, otherwise, self._compare))
+            self._change_to(self._plan_within(self.profile, over_bytes, self._compare))
 
     def _free_plan(self, profile: Profile) -> Plan:
         self._watches = False  # there is no budget to keep to
@@ -372,8 +365,8 @@ class FollowPlan(WatchedLayers):
         _logger.info('num_layers="auto": %d of %d layers are offloaded, which makes a peak of %s of %s', *amounts)
         return made
 
-    def _plan_within(self, profile: Profile, otherwise: str | None, compare: ComparePlans) -> Plan | None:
-        """A plan that fits beside what is needed outside of the layers; if there is none, say so, and what is done."""
+    def _plan_within(self, profile: Profile, over_bytes: int | None, compare: ComparePlans) -> Plan | None:
+        """A plan that fits beside what is needed outside of the layers; if there is none, everything is recomputed."""
         budget, missing = format_bytes(self._budget), format_bytes(self.missing_bytes)
         most_bytes = max(0, self._budget - self.missing_bytes)
         link, host_bytes = self._left.link(self.link), self._left.host_bytes()
@@ -394,21 +387,21 @@ class FollowPlan(WatchedLayers):
                 why = why or str(error)  # the error itself would hold the frames around, and what they compute
         if not plans:
             self._corrections_left = 0
-            if otherwise is None:
-                return None
+            if over_bytes is not None and over_bytes <= TOLERANCE * self._budget:
+                return None  # the last plan is good enough
+            nothing = learning_schedule(len(self._layers))
+            plans[Among.CHECKPOINTS] = Plan(nothing, profile, link, most_bytes, (*recompute_all(profile),), host_bytes)
             if self._recomputed_fits and is_within(self._planned, self._costs.size_of(self._timed_inputs)):
                 _logger.info(
                     "memory_budget = %s is met by no plan: all is recomputed, as while it was measured", budget
                 )
-                self._recompute_again()
-                return None
-            warn_caller(
-                f"memory_budget = {budget} cannot be met, so {otherwise}: {why} Of the budget, {missing} are "
-                f"needed outside of the layers, and {RESERVE:.0%} are left free."
-            )
-            self._said = True
-            self._watches = not self._peak.costs_time
-            return None
+            elif over_bytes is None:
+                warn_caller(
+                    f"memory_budget = {budget} cannot be met, so everything is recomputed and inputs are offloaded: "
+                    f"{why} Of the budget, {missing} are needed outside of the layers, and {RESERVE:.0%} are left free."
+                )
+                self._said = True
+                self._watches = not self._peak.costs_time
         made = compare.best(plans, self._planned[()])
         _logger.info(
             "memory_budget = %s: %d of %d layers are offloaded, %s a step are recomputed; step %s, peak "

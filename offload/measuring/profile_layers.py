@@ -153,10 +153,10 @@ def learning_schedule(count: int) -> Schedule:
     return Schedule.default(max(0, count - 2), count)
 
 
-def recompute_all(profile: Profile) -> list[LayerPolicy]:
+def recompute_all(profile: Profile) -> list[LayerPolicy | None]:
     """The policies of those steps: everything is recomputed that can be; the rest is offloaded."""
     kept = [region_costs(layer.regions, frozenset()).kept for layer in profile.layers]
-    return [LayerPolicy(one, one) for one in kept]
+    return [LayerPolicy(one, one) if layer.regions else None for one, layer in zip(kept, profile.layers, strict=True)]
 
 
 def learned_profile(

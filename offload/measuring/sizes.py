@@ -31,6 +31,9 @@ MUCH_LARGER = 6.6
 """The same, once two shapes were timed. A fourth timing needs inputs 1.5 × 6.6 × 6.6 > 64 times as large as the first.
 """
 
+SIMILAR = 0.7
+"""From this part of a plan's size on, inputs follow the plan; smaller ones have one of their own."""
+
 Powers = tuple[int, ...]
 """Of each side, the power with which bytes grow; empty if bytes grow with the number of elements."""
 
@@ -182,6 +185,14 @@ def given_to(tensors: Sequence[torch.Tensor]) -> Inputs:
     computed = [tensor for tensor in floating if tensor.requires_grad] or floating[:1] or tensors[:1]
     elements = max(1, sum(tensor.numel() for tensor in computed))
     return Inputs(elements, tuple(max(1, side) for tensor in computed for side in tensor.shape))
+
+
+def rounded_up(size: Size, largest: Size) -> Size:
+    """A size of which nothing is much larger than of this one, or larger than of the largest: one of few."""
+    if all(value > SIMILAR * largest[powers] for powers, value in size.items()):
+        return largest
+    steps = {powers: math.floor(math.log(value / largest[powers], SIMILAR)) for powers, value in size.items()}
+    return {powers: largest[powers] * SIMILAR**step for powers, step in steps.items()}
 
 
 def is_within(one: Size, other: Size) -> bool:

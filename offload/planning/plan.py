@@ -10,6 +10,7 @@ import logging
 import math
 import time
 import warnings
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from itertools import groupby
 
 from offload.base.checks import format_bytes, format_s, parse_bytes
 from offload.observe.timeline import Timeline
-from offload.planning.layer_costs import LayerCosts, costs_of, region_costs
+from offload.planning.layer_costs import LayerCosts, costs_of, peak_bytes, region_costs
 from offload.planning.profile import HostSeconds, Link, Profile, check_link, check_profile
 from offload.planning.search import Among, Search, layers_of_kinds
 from offload.planning.simulate import simulate
@@ -207,6 +208,22 @@ def make_plan(
     took = format_s(time.perf_counter() - begin_s)
     _logger.info("planned for %s: %d of %d layers are offloaded, with %s; in %s", *amounts, took)
     return made
+
+
+def relaxed(plan: Plan, profile: Profile, most_bytes: int) -> Plan:
+    """The same plan for inputs of another size: the last layers keep everything, as many as fit."""
+    count = len(profile.layers)
+    following = costs_of(profile, plan.link, plan.schedule.offloaded_layers, plan.policies)
+    keeping = costs_of(profile, plan.link, ())
+
+    def fits(follow: int) -> bool:
+        costs = following[:follow] + keeping[follow:]
+        return peak_bytes(costs, min(plan.num_layers, follow), profile.loss_bytes) <= most_bytes
+
+    follow = bisect_left(range(count), True, key=fits)
+    schedule = _default(min(plan.num_layers, follow), count)
+    policies = (*plan.policies[:follow], *[None] * (count - follow))
+    return Plan(schedule, profile, plan.link, most_bytes, policies, plan.max_host_bytes)
 
 
 def _too_little(search: Search, budget: int, host: int | None, *, regions: bool) -> str:

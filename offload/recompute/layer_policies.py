@@ -162,8 +162,9 @@ class LayerPolicies(RegionPolicies):
         """Follow what a plan says of the layer; the policies of what the layer saves, if not all has the same."""
         if numbered is None:
             return None
-        self.follow(numbered, regions)
-        self._settle_ways()
+        if numbered != self.numbered:
+            self.follow(numbered, regions)
+            self._settle_ways()
         return self
 
     def follow_plan(self) -> None:
