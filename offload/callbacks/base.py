@@ -37,7 +37,7 @@ class WhileTraining(Handle):
         num_layers: int | Literal["auto"] | None = None,
         *,
         memory_budget: int | str | None = None,
-        layers: str | Callable[[nn.Module], Iterable[nn.Module]] | None = None,
+        layers: str | Callable[[torch.nn.Module], Iterable[torch.nn.Module]] | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
