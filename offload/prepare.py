@@ -21,7 +21,8 @@ from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.activations.module_hooks import OffloadListener
 from offload.activations.stats import OffloadStats
 from offload.base.checks import check_type, describe, format_bytes, parse_budget, parse_bytes
-from offload.base.layer_events import Handle, check_layers, compute_device, find_layers
+from offload.base.find_layers import find_layers, find_lists, watch_order
+from offload.base.layer_events import Handle, check_layers, compute_device
 from offload.device.select import resolve_device
 from offload.measuring.follow_compiled import follow_plan
 from offload.measuring.follow_plan import FollowPlan
@@ -54,6 +55,7 @@ class PreparedTraining(Handle):
 
     _model: nn.Module
     _layers: list[nn.Module]
+    _lists: Mapping[str, nn.ModuleList]  # where the layers were found, if nobody has named them
     _optimizer: torch.optim.Optimizer
     _training: TrainingBytes
     _plan: TrainingPlan
@@ -72,6 +74,7 @@ class PreparedTraining(Handle):
         self._link_left: Link | None = None  # for activations, beside the copies of the chosen recipe
         recipe = _first_recipe(self._plan)
         self._put_in_place(next(one for one in self._plan.recipes if one.recipe == recipe))
+        self._order = watch_order(self._lists) if len(self._lists) > 1 else None
         self._hook = self._optimizer.register_step_post_hook(self._after_step)
 
     @property
@@ -132,6 +135,8 @@ class PreparedTraining(Handle):
         if self._removed:
             return
         self._hook.remove()
+        if self._order is not None:
+            self._order.remove()
         if self._activations is not None:
             self._activations.remove()
         if self._state is not None:
@@ -305,8 +310,9 @@ def prepare(
             ``"auto"``, which is what the device has left, and what the model has there.
         max_host_bytes: All pinned host memory that it may use; no limit by default.
         layers: The layers in the order in which forward calls them, or a function that returns those of a model, or the
-            name of a list of modules in the model, such as ``"model.layers"``. By default, the one list of modules that
-            is not inside another.
+            name of a list of modules in the model, such as ``"model.layers"``. By default, all lists of modules that
+            are not inside others, such as an encoder's and a decoder's, but for lists of single operations. The first
+            forward raises an error if it calls the lists in another order than the model has them in.
         device: Where to train; ``None`` is the current accelerator, and the CPU where there is none.
         state_dtype: ``torch.float32`` holds optimizer state in float32 and steps in float32, for parameters of 16 bits;
             ``None`` leaves that to the optimizer. See :func:`stream_optimizer`.
@@ -332,7 +338,10 @@ def prepare(
     parse_bytes(min_bytes, "min_bytes")
     parse_compile(compile)
     found: Any = layers
-    if layers is None or isinstance(layers, str) or (callable(layers) and not isinstance(layers, nn.Module)):
+    lists = find_lists(model) if layers is None else {}
+    if len(lists) > 1:
+        found = [layer for one in lists.values() for layer in one]
+    elif layers is None or isinstance(layers, str) or (callable(layers) and not isinstance(layers, nn.Module)):
         found = find_layers(model, layers)
     modules = check_layers(found, OffloadListener, "offloaded", "cannot be offloaded")
     own = set(model.parameters())
@@ -370,7 +379,7 @@ def prepare(
             "train fewer parameters (LoRA)."
         )
     follow = {"min_bytes": min_bytes, "compiles": compile}
-    return PreparedTraining(model, modules, optimizer, training, plan, target, in_float32, chunk_bytes, follow)
+    return PreparedTraining(model, modules, lists, optimizer, training, plan, target, in_float32, chunk_bytes, follow)
 
 
 def _all_bytes(device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:

@@ -11,7 +11,8 @@ from torch import nn
 
 import offload
 from offload.base.checks import parse_budget, parse_bytes
-from offload.base.layer_events import Handle, find_layers
+from offload.base.find_layers import find_layers
+from offload.base.layer_events import Handle
 from offload.offload_layers import check_choice
 
 LOGGED = ("offloaded_bytes", "wasted_bytes", "peak_resident_bytes", "pinned_bytes", "late_reloads", "stall_s")
@@ -27,7 +28,7 @@ class WhileTraining(Handle):
             a budget of activations alone, call :func:`offload.offload_layers` before training, without a callback.
         layers: Where the layers are: the name of a list of modules in the model, such as ``"model.layers"``, with or
             without the names of what wraps the model; or a function that returns the layers of a given model. By
-            default, the one list of modules that is not inside another.
+            default, the one list of modules that is not inside another; with a budget, all of them.
         options: Further arguments of :func:`offload.prepare` if there is a ``memory_budget``, and of
             :func:`offload.offload_layers` if there is none. Some values are checked when training begins.
     """

@@ -349,19 +349,6 @@ def test_refuses_what_is_no_training() -> None:
         offload.prepare(model, adamw(model), "1GiB", layers="blocks")
 
 
-def test_two_lists_of_layers() -> None:
-    """None is taken silently, and the way out that the error names is one."""
-    model = Model()
-    model.more = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-    with pytest.raises(ValueError, match=r"or a function that returns them; Model has 'layers', 'more'\."):
-        offload.prepare(model, adamw(model), "1GiB", device="cpu")
-    with offload.prepare(
-        model, adamw(model), "1GiB", layers=lambda model: model.layers, min_bytes=0, device="cpu"
-    ) as prepared:
-        model(torch.ones(1, 4, dtype=torch.long)).backward()
-        assert prepared.state == "measuring"
-
-
 def test_an_error_in_a_step_leaves_the_recipe(lab: Lab) -> None:
     model = Model()
     optimizer = adamw(model)

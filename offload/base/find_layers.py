@@ -1,0 +1,78 @@
+"""Find the layers of a model, and see that a forward calls them in the order in which they were found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import ClassVar
+
+from torch import nn
+
+from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn
+
+
+def find_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
+    """The outermost ``nn.ModuleList``s that may hold layers, by name, in the model's order.
+
+    A list inside of a layer holds experts, say; one of single operations holds heads, or embeddings. An
+    ``nn.Sequential`` is more often a part of a model than its layers.
+    """
+    lists = {name: part for name, part in _containers(model).items() if isinstance(part, nn.ModuleList)}
+    inner = {part for outer in _containers(model).values() for part in outer.modules() if part is not outer}
+    found = {name: part for name, part in lists.items() if len(part) > 1 and part not in inner}
+    return {name: part for name, part in found.items() if any(map(_has_parts, part))} or found
+
+
+def find_layers(
+    model: nn.Module, layers: str | Callable[[nn.Module], Iterable[nn.Module]] | None
+) -> Iterable[nn.Module]:
+    """The layers of ``model`` that ``layers`` names or returns; for ``None`` those of its only list of layers."""
+    if callable(layers):
+        return layers(model)
+    every = _containers(model)
+    if layers is None:
+        found: Mapping[str, Iterable[nn.Module]] = find_lists(model)
+        wanted = "the name of the model's list of layers, or a function that returns them"
+    else:
+        found = {name: part for name, part in every.items() if f".{name}".endswith(f".{layers}")}
+        wanted = f"the name of one list of modules, got {layers!r}"
+    if len(found) != 1:
+        has = ", ".join(map(repr, found or every)) or "no list of modules"
+        raise ValueError(f"layers must be {wanted}; {type(model).__name__} has {has}.")
+    return next(iter(found.values()))
+
+
+def _containers(model: nn.Module) -> dict[str, nn.ModuleList | nn.Sequential]:
+    kinds = (nn.ModuleList, nn.Sequential)
+    return {name: part for name, part in model.named_modules() if name and isinstance(part, kinds)}
+
+
+def _has_parts(layer: nn.Module) -> bool:
+    return any(True for _ in layer.children())
+
+
+class InTurn(LayerListener):
+    """Raises in the first forward that calls the lists of a model in another order than the model has them in."""
+
+    turn: ClassVar[Turn] = Turn.WEIGHTS
+
+    def __init__(self, name: str, begun: list[str], names: list[str]) -> None:
+        self._name, self._begun, self._names = name, begun, names
+
+    def begin_forward(self, call: LayerCall, inputs: object) -> None:
+        if self._name in self._begun:
+            return
+        self._begun.append(self._name)
+        if self._begun != [name for name in self._names if name in self._begun]:
+            in_turn = dict.fromkeys([*self._begun, *self._names])
+            order = ", ".join(f"*model.{name}" for name in in_turn)
+            raise ValueError(
+                f"layers must be in the order in which forward calls them, got the lists {', '.join(self._names)} in "
+                f"the model's own order; pass layers=lambda model: [{order}]."
+            )
+
+
+def watch_order(lists: Mapping[str, nn.ModuleList]) -> Attachment:
+    """Let the first forward raise if it calls the lists in another order."""
+    begun, names = list[str](), list(lists)
+    listeners = [InTurn(name, begun, names) for name, part in lists.items() for _ in part]
+    return Attachment([layer for part in lists.values() for layer in part], listeners)
