@@ -20,14 +20,22 @@ def unplanned(caplog: pytest.LogCaptureFixture) -> Iterator[set[str]]:
     assert {line for line in LINES if any(line in message for message in messages)} == expected, messages
 
 
+RUNS = pytest.StashKey[list[int]]()
+
+
 @pytest.fixture
-def recomputes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def recomputes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A test in which backward runs no layer again says so: it has the fixture ``nothing_recomputed``."""
-    runs: list[int] = []  # no frames, which tests see freed
+    runs = request.node.stash[RUNS] = list[int]()  # no frames, which tests see freed
     run = Frame.run
     monkeypatch.setattr(Frame, "run", lambda frame: (runs.append(id(frame)), run(frame))[1])
-    yield
-    assert bool(runs) is ("nothing_recomputed" not in request.fixturenames)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    yield  # raises if the test fails, or skips itself
+    if RUNS in item.stash:
+        assert bool(item.stash[RUNS]) is ("nothing_recomputed" not in item.fixturenames)
 
 
 @pytest.fixture
