@@ -175,6 +175,8 @@ class Case:
             while getattr(handle, "state", "") == "measuring" and measuring < 10:
                 self.model.step()
                 measuring += 1
+            if measuring and handle is not None and handle.plan is not None:
+                way.row["first_predicted_s"] = handle.plan.step_s  # before any step of it was timed
             for _ in range(SETTLES if measuring else 3):
                 self.model.step()
             peaks = [metered(self.model.step, self.device)[0] for _ in range(2)]

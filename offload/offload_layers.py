@@ -39,8 +39,11 @@ class OffloadedLayers(Handle):
 
     @property
     def plan(self) -> Plan | None:
-        """The plan that is followed; ``None`` while layers are measured, and where there is none."""
-        return self._hooks.plan if isinstance(self._hooks, FollowPlan) else self._plan
+        """The plan that is followed; ``None`` while layers are measured, and where there is none.
+
+        Once microbatches were timed under it, its seconds are corrected by what they took.
+        """
+        return self._hooks.corrected_plan if isinstance(self._hooks, FollowPlan) else self._plan
 
     @property
     def state(self) -> Literal["measuring", "following", "removed"]:

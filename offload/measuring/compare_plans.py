@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import logging
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import chain
 
 from offload.base.checks import format_s
@@ -53,6 +55,8 @@ class ComparePlans:
         self._begin: Event | None = None
         self._marks: list[tuple[float, Event, Event]] = []
         """Of each measured microbatch, how many times as many elements the plans are for, its begin and its end."""
+        self._corrected: tuple[Plan | None, float, Plan | None] = None, 1.0, None
+        """A plan, by how much longer it was measured to take, and what it is with that."""
         self._running = 0
         """How many microbatches have begun since the end of a backward."""
         self._elements = self._now = 0.0
@@ -69,6 +73,16 @@ class ComparePlans:
         self._kind = min(reversed(Among), key=lambda kind: self._expected_s(plans, kind))
         self._left, self._begin, self._marks = UNMEASURED, None, []
         return plans[self._kind]
+
+    def as_measured(self, plan: Plan | None) -> Plan | None:
+        """The plan that is followed, with seconds corrected by what microbatches have taken so far."""
+        ratios = self._ratios[self._kind] or [*chain(*self._ratios.values())]
+        if plan is None or not ratios:
+            return plan
+        slower = statistics.median(ratios)
+        if self._corrected[0] is not plan or self._corrected[1] != slower:
+            self._corrected = plan, slower, replace(plan, profile=plan.profile.slowed(slower))
+        return self._corrected[2]
 
     def begin_microbatch(self, elements: int, *, ready: bool) -> Plan | None:
         """A microbatch begins, and is ``ready`` if nothing is proven or measured in it: the plan to change to."""

@@ -143,6 +143,11 @@ class FollowPlan(WatchedLayers):
     def measures(self) -> bool:
         return self._stage != "following"
 
+    @property
+    def corrected_plan(self) -> Plan | None:
+        """The plan that is followed, with the seconds that it was measured to take."""
+        return self.plan if self._compare is None else self._compare.as_measured(self.plan)
+
     def remove(self) -> None:
         super().remove()
         self._times.remove()
@@ -368,17 +373,17 @@ class FollowPlan(WatchedLayers):
     def _plan_within(self, profile: Profile, over_bytes: int | None, compare: ComparePlans) -> Plan | None:
         """A plan that fits beside what is needed outside of the layers; if there is none, everything is recomputed."""
         budget, missing = format_bytes(self._budget), format_bytes(self.missing_bytes)
-        most_bytes = max(0, self._budget - self.missing_bytes)
         link, host_bytes = self._left.link(self.link), self._left.host_bytes()
 
         def plan_among(among: Among) -> Plan:
             slack = SLACK if self._corrections_left == CORRECTIONS else 0.0  # what is predicted is not too high then
             share = slack if among is Among.CHECKPOINTS else -RESERVE
-            left = max(0, most_bytes + round(share * self._budget))
+            left = round((1 + share) * self._budget)
             known = profile if among is Among.CHECKPOINTS else _with_larger_workspace(profile)
             made = make_plan(known, left, link, max_host_bytes=host_bytes, among=among)
-            return replace(made, memory_budget=min(left, most_bytes))
+            return replace(made, memory_budget=self._budget)
 
+        profile = profile.beside(self.missing_bytes)
         plans, why = {}, ""
         for among in Among:
             try:
@@ -405,7 +410,7 @@ class FollowPlan(WatchedLayers):
         made = compare.best(plans, self._planned[()])
         _logger.info(
             "memory_budget = %s: %d of %d layers are offloaded, %s a step are recomputed; step %s, peak "
-            "%s, and %s outside of them",
+            "%s, of which %s outside of them",
             *(budget, made.num_layers, len(profile.layers), format_s(made.recompute_s), format_s(made.step_s)),
             *(format_bytes(made.peak_bytes), missing),
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple, Self
 
@@ -208,6 +208,32 @@ class Profile:
     def compute_s(self) -> float:
         """Seconds of a step that never waits."""
         return math.fsum(layer.forward_s + layer.backward_s for layer in self.layers) + self.loss_s + self.other_s
+
+    def beside(self, nbytes: int) -> Self:
+        """The profile of the same step with as much more on the device all the time."""
+        layers = (
+            replace(
+                one,
+                workspace_bytes=one.workspace_bytes + nbytes,
+                forward_workspace_bytes=(one.forward_workspace_bytes or 0) + nbytes,
+            )
+            for one in self.layers
+        )
+        return replace(self, layers=tuple(layers), loss_bytes=self.loss_bytes + nbytes)
+
+    def slowed(self, factor: float) -> Self:
+        """The profile of layers and a loss that take the device and the host so many times as long."""
+        layers = (
+            replace(
+                one,
+                forward_s=factor * one.forward_s,
+                backward_s=factor * one.backward_s,
+                regions=tuple(replace(region, seconds=factor * region.seconds) for region in one.regions),
+                host=HostSeconds(*(factor * seconds for seconds in one.host)),
+            )
+            for one in self.layers
+        )
+        return replace(self, layers=tuple(layers), loss_s=factor * self.loss_s)
 
     def to_json(self) -> str:
         """The profile as text, for :meth:`from_json`."""

@@ -145,3 +145,18 @@ def test_plans_among_fewer_policies() -> None:
     assert 0 < kept.count(None) < 20
     assert found[Among.LAYERS].num_layers > 0
     assert {policy and policy.kept for policy in found[Among.LAYERS].policies} <= {None, frozenset({0})}
+
+
+def test_the_seconds_of_a_plan_are_corrected_by_what_microbatches_took() -> None:
+    regions = tuple(RegionProfile(name, MIB, 0.01, (), recomputable=name != "input") for name in ("input", "mm"))
+    layers = (LayerProfile.from_regions(regions, 0.01, 0.02),) * 4
+    made = make_plan(Profile(layers, loss_s=0.01, other_s=0.05), 5 * MIB, LINK)
+    device = Device()
+    compare = ComparePlans(device)
+    first = compare.best({Among.REGIONS: made}, 100)
+    assert compare.as_measured(first) is first is made
+    run(compare, device, {id(made): 1.5 * (made.step_s - 0.05)}, first)
+    corrected = compare.as_measured(first)
+    assert corrected.step_s == pytest.approx(1.5 * (made.step_s - 0.05) + 0.05)
+    assert (corrected.policies, corrected.peak_bytes) == (made.policies, made.peak_bytes)
+    assert compare.as_measured(first) is corrected
