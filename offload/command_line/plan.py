@@ -16,7 +16,7 @@ from offload.optimizer.stream import CHUNK_BYTES
 from offload.planning.plan import make_plan
 from offload.planning.profile import Link
 from offload.planning.recipes import Prediction, TrainingPlan, plan_recipes
-from offload.planning.training_bytes import RECIPES
+from offload.planning.training_bytes import RECIPES, TrainingBytes
 
 H200 = Link(55.4e9, 55.5e9, 101.6e9, "an H200's")  # on PCIe Gen5 x16, as it was measured
 
@@ -83,6 +83,7 @@ def recipes_for(model: Counted, usable: int, link: Link, host: int | None) -> Tr
         host,
         lambda device, host, left: make_plan(model.profile, device, left, max_host_bytes=host),
         training.gradient_bytes(RECIPES[0]),
+        [one for one in RECIPES if one.optimizer != "cpu" or not _in_float32(training)],
     )
     simple, fits = made.recipes[0], any(not one.reason for one in made.recipes)
     if fits and not simple.reason and simple.step_s <= SIMPLER * made.chosen.step_s:
@@ -104,7 +105,15 @@ def call_for(model: Counted, made: TrainingPlan, memory: int) -> str | None:
         left = made.memory_budget - model.training.held_bytes(recipe)
         return f'offload_layers({model.layers}, memory_budget="{_rounded_down(left)}")'
     steps = ", step_in_backward=True" if recipe.gradients == "consumed" else ""
-    return f'prepare(model, optimizer, memory_budget="{_rounded_down(memory)}"{steps})'
+    return f'prepare(model, optimizer, memory_budget="{_rounded_down(memory)}"{steps}{_in_float32(model.training)})'
+
+
+def _in_float32(training: TrainingBytes) -> str:
+    """The arguments for two float32 numbers of state per parameter of 16 bits, and for float32 weights beside them."""
+    trained = training.trained_elements
+    if training.gradients != 2 * trained or training.state not in (8 * trained, 10 * trained):
+        return ""
+    return ", state_dtype=torch.float32" + (", master_weights=True" if training.state == 10 * trained else "")
 
 
 def _rounded_down(nbytes: int) -> str:

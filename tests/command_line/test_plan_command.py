@@ -58,6 +58,19 @@ def test_keeps_all_where_it_fits(capsys, model):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("nbytes", "arguments"),
+    [(4, ""), (8, ", state_dtype=torch.float32"), (10, ", state_dtype=torch.float32, master_weights=True")],
+)
+def test_the_call_has_the_state_that_was_asked_for(nbytes, arguments):
+    counted = count_model(read_config("llama", SIZES), 1, 4096, Rates(630e12, 4e12), 2 << 20, state=nbytes)
+    usable = counted.parameters * 6 + counted.profile.loss_bytes
+    made = recipes_for(counted, usable, LINK, None)
+    assert call_for(counted, made, usable).partition("B\"")[2] == f", step_in_backward=True{arguments})"
+    assert ("cpu" in {one.recipe.optimizer for one in made.recipes}) is (not arguments)
+
+
+@pytest.mark.slow
 def test_goes_from_call_to_call_as_memory_shrinks(model):
     fixed, loss, saved = model.parameters * 8, model.profile.loss_bytes, model.profile.saved_bytes
     calls = []

@@ -679,6 +679,28 @@ def test_what_a_plans_first_step_needs_is_said_if_that_breaks_the_budget(lab: La
     assert f"a microbatch needed {format_bytes(learning_bytes)}" in str(told[0].message)
 
 
+@pytest.mark.parametrize("accumulated", [1, 4])
+def test_auto_counts_the_state_that_the_first_step_makes(accumulated: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With accumulation the first plan is older than the state."""
+    layers, x = build("mlp", LAYERS, torch.device("cpu"))
+    optimizer = torch.optim.AdamW(layers.parameters(), lr=1e-3)
+    held = {"bytes": 0}
+    monkeypatch.setattr("offload.measuring.memory_left.left_bytes", lambda _: (1 << 20) - held["bytes"])
+    monkeypatch.setattr("offload.measuring.follow_plan.allocated_bytes", lambda _: held["bytes"])
+    budgets = []
+    with offload.offload_layers(layers, memory_budget="auto", min_bytes=0, device="cpu") as handle:
+        for number in range(12):
+            through(layers, x * 1).square().mean().backward()
+            if number % accumulated == accumulated - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+                held["bytes"] = 2 * sum(one.nbytes for one in layers.parameters())
+            budgets.append(handle.plan.memory_budget if handle.plan else None)
+    made = [budget for budget in budgets if budget]
+    assert made[-1] <= 0.92 * ((1 << 20) - held["bytes"])
+    assert (made[0] > made[-1]) is (accumulated == 4)
+
+
 @pytest.mark.gpu
 def test_auto_and_the_measured_peak() -> None:
     device = torch.device("cuda")
