@@ -66,7 +66,8 @@ def use_chunked_loss(model: nn.Module, *, chunk_tokens: int | None = None) -> Un
         replace_attribute(head, "forward", chunked.no_logits),
         replace_attribute(base, "_loss_function", chunked.loss),
         base.register_forward_pre_hook(chunked.begin, with_kwargs=True).remove,
-        base.register_forward_hook(chunked.end, always_call=True).remove,
+        # Before the hook of fully_shard, which would warn of the hidden states.
+        base.register_forward_hook(chunked.end, always_call=True, prepend=True).remove,
     ]
     return Undoable(undo)
 

@@ -66,7 +66,7 @@ def test_the_call_has_the_state_that_was_asked_for(nbytes, arguments):
     counted = count_model(read_config("llama", SIZES), 1, 4096, Rates(630e12, 4e12), 2 << 20, state=nbytes)
     usable = counted.parameters * 6 + counted.profile.loss_bytes
     made = recipes_for(counted, usable, LINK, None)
-    assert call_for(counted, made, usable).partition("B\"")[2] == f", step_in_backward=True{arguments})"
+    assert call_for(counted, made, usable).partition('B"')[2] == f", step_in_backward=True{arguments})"
     assert ("cpu" in {one.recipe.optimizer for one in made.recipes}) is (not arguments)
 
 

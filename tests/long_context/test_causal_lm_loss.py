@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from llama import LAYERS, enable_checkpointing, llama
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import offload
 from offload import use_chunked_loss
@@ -100,6 +103,23 @@ def test_with_offloaded_and_checkpointed_layers() -> None:
             found = gradients(model, model(**batch).loss)
             assert handle.stats().offloaded_bytes
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.slow
+def test_sharded_by_fsdp2() -> None:
+    """Without a warning of PyTorch that its output is a view: of the hidden states, which are no output."""
+    model, batch = model_and_batch()
+    expected = gradients(model, model(**batch).loss)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for module in (*model.model.layers, model):
+            fully_shard(module, mesh=mesh)
+        with use_chunked_loss(model, chunk_tokens=5):
+            found = gradients(model, model(**batch).loss)
+        near({name: one.to_local() for name, one in found.items()}, expected)  # type: ignore[attr-defined]
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", ["GPT2", "Qwen3", "GPTJ"])
