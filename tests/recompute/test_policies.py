@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -63,17 +64,29 @@ def functions(function: Callable[..., torch.Tensor], lab: Lab) -> tuple[nn.Modul
     return build(lambda: Function(function), LAYERS, lab.device)
 
 
+def assert_bits(
+    step: Callable[[], list[torch.Tensor]],
+    layers: Any,
+    lab: Lab,
+    policies: dict[str, str] = ALL,
+    num_layers: int = 0,
+    times: int = 3,
+) -> Any:
+    """Several steps with policies give the bits of one without; returns the first layer's regions."""
+    expected = step()
+    with offloaded(layers, lab, policies, num_layers) as handle:
+        for _ in range(times):
+            assert_same(expected, step())
+        return handle.regions(0)
+
+
 def assert_right(
     function: Callable[..., torch.Tensor], lab: Lab, policies: dict[str, str] = ALL, num_layers: int = 0
 ) -> Any:
-    """Several steps over layers of a function, with everything computed again; returns the first layer's regions."""
+    """The same of layers of one function, while copies come late and memory that is let go holds garbage."""
     layers, x = functions(function, lab)
-    expected = step_gradients(layers, x)
     lab.adverse()
-    with offloaded(layers, lab, policies, num_layers) as handle:
-        for _ in range(3):
-            assert_same(expected, step_gradients(layers, x))
-        return handle.regions(0)
+    return assert_bits(partial(step_gradients, layers, x), layers, lab, policies, num_layers)
 
 
 class Seen(TorchDispatchMode):
@@ -168,13 +181,8 @@ def test_what_is_kept_for_recomputation_and_then_overwritten(lab: Lab) -> None:
         y[:, ::2] += z[:, ::2]
         return y.sigmoid() * x
 
-    layers, x = functions(function, lab)
-    expected = step_gradients(layers, x)
-    lab.adverse()
-    for policies in ({"add": "keep", "*": "recompute"}, {"add": "offload", "*": "recompute"}):
-        with offloaded(layers, lab, policies, 2):
-            for _ in range(3):
-                assert_same(expected, step_gradients(layers, x))
+    for policy in ("keep", "offload"):
+        assert_right(function, lab, {"add": policy, "*": "recompute"}, 2)
 
 
 def test_what_was_read_must_not_change_before_backward(lab: Lab) -> None:
@@ -200,11 +208,8 @@ def test_a_result_of_the_layer_that_is_changed_before_backward(lab: Lab) -> None
 
         return gradients([x, layers[0].weight], run)
 
-    expected = step(lambda product: product + 1)
     for policies in ({"mm": "keep", "*": "recompute"}, ALL):
-        with offloaded(layers, lab, policies):
-            for _ in range(3):
-                assert_same(expected, step(lambda product: product.add_(1)))
+        assert_bits(lambda: step(lambda product: product.add_(1)), layers, lab, policies)
 
 
 @pytest.mark.parametrize("policies", POLICIES.values(), ids=POLICIES)
@@ -285,11 +290,8 @@ def test_second_derivative(lab: Lab) -> None:
         (first,) = torch.autograd.grad(loss_of(y), x, create_graph=True)
         return [first.detach(), *torch.autograd.grad(first.square().sum(), list(layers.parameters()))]
 
-    expected = second()
     lab.adverse()
-    with offloaded(layers, lab):
-        for _ in range(3):
-            assert_same(expected, second())
+    assert_bits(second, layers, lab)
 
 
 @pytest.mark.usefixtures("nothing_recomputed")
@@ -355,11 +357,8 @@ def test_inference_tensors(lab: Lab) -> None:
             mask.fill_(7)
         loss_of(y).backward()
 
-    expected = gradients(leaves_of(layers, x), step)
     for policies in (ALL, {"add": "keep", "*": "recompute"}):
-        with offloaded(layers, lab, policies):
-            for _ in range(3):
-                assert_same(expected, gradients(leaves_of(layers, x), step))
+        assert_bits(lambda: gradients(leaves_of(layers, x), step), layers, lab, policies)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from faults import in_threads
 from lab import Lab
 from models import WIDTH, assert_same, build, gradients, leaves_of, loss_of, through
-from test_policies import ALL, Function, Seen, assert_right, offloaded
+from test_policies import ALL, Function, Seen, assert_bits, assert_right, offloaded
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -67,7 +67,7 @@ class Way:
         self.now = 1 - self.now
 
 
-def _other_order(x: torch.Tensor, way: int) -> torch.Tensor:
+def _other_order(x: torch.Tensor, w: torch.Tensor, way: int) -> torch.Tensor:
     if way:
         read, unread = x * 2, x + 1
     else:
@@ -75,26 +75,46 @@ def _other_order(x: torch.Tensor, way: int) -> torch.Tensor:
     return read.sin() - unread
 
 
-def _swapped_branches(x: torch.Tensor, way: int) -> torch.Tensor:
+def _swapped_branches(x: torch.Tensor, w: torch.Tensor, way: int) -> torch.Tensor:
     kept, dropped = x + 1, x + 2
     if way:
         kept, dropped = dropped, kept
     return kept.sin() - dropped.sin() * 0.5
 
 
-@pytest.mark.parametrize(("function", "policies"), [(_other_order, ALL), (_swapped_branches, ADD)])
-def test_a_forward_of_the_same_shapes_that_goes_another_way(
-    function: Callable[[torch.Tensor, int], torch.Tensor], policies: dict[str, str], lab: Lab, unplanned: set[str]
+def _fewer_saved(x: torch.Tensor, w: torch.Tensor, way: int) -> torch.Tensor:
+    y = (x + 1).sin().tanh()
+    return y if way else y.sin()
+
+
+def _other_autocast(x: torch.Tensor, w: torch.Tensor, way: int) -> torch.Tensor:
+    with torch.autocast(x.device.type, torch.float16 if way else torch.bfloat16):
+        y = x @ w
+    return (y.tanh() * 2).cos().float()
+
+
+@pytest.mark.parametrize(
+    ("function", "policies", "ways"),
+    [
+        (_other_order, ALL, [0, 0, 1, 1, 0]),
+        (_swapped_branches, ADD, [0, 0, 1, 1, 0]),
+        (_fewer_saved, ALL, [0, 0, 1, 1, 1, 0]),
+        (_fewer_saved, ADD, [0, 0, 1, 1, 1, 0]),
+        (_other_autocast, {"*mm": "keep", "*": "recompute"}, [0, 0, 1, 0, 1]),
+    ],
+)
+def test_a_forward_that_goes_another_way(
+    function: Callable[..., torch.Tensor], policies: dict[str, str], ways: list[int], lab: Lab, unplanned: set[str]
 ) -> None:
     if function is _swapped_branches:
         unplanned.add("handing over gave other bits")  # the last forward, which is compared, goes another way
     way = Way()
-    layers, x = functions(lambda x, w: function(x, way.now) * w.mean(), lab)
+    layers, x = functions(lambda x, w: function(x, w, way.now) * w.mean(), lab)
     expected = {}
     for way.now in (0, 1):
         expected[way.now] = step(layers, x)
     with offloaded(layers, lab, policies) as handle:
-        for way.now in (0, 0, 1, 1, 0):
+        for way.now in ways:
             assert_same(expected[way.now], step(layers, x))
         assert "recompute" in handle.regions(0).values()
 
@@ -116,7 +136,7 @@ def test_a_layer_that_goes_another_way_in_backward_is_learned_anew(lab: Lab, unp
 
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         calls[0] += 1
-        return _other_order(x, way.now) * w.mean()
+        return _other_order(x, w, way.now) * w.mean()
 
     layers, x = functions(function, lab)
     expected = step(layers, x)
@@ -297,11 +317,7 @@ def test_a_function_that_saves_other_tensors_under_a_mode(lab: Lab) -> None:
         return y * F.ctc_loss(likely, targets, lengths, torch.ones_like(lengths)).to(y.device)
 
     layers, x = functions(function, lab)
-    expected = step(layers, x)
-    with offloaded(layers, lab):
-        step(layers, x)
-        for _ in range(5):
-            assert_same(expected, step(layers, x))
+    assert_bits(partial(step, layers, x), layers, lab, times=6)
 
 
 def _modes() -> int:
@@ -342,12 +358,12 @@ def test_collectives_run_once(lab: Lab, caplog: pytest.LogCaptureFixture) -> Non
 class Switched(nn.Module):
     """Reads its mode, an inner dropout's probability, a switch and a scale."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | str = "cpu") -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH))
         self.dropout = nn.Dropout(0.5)
         self.adapter = True
-        self.scale = torch.tensor(2.0)
+        self.scale = torch.tensor(2.0, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.dropout(x * self.weight)
@@ -374,10 +390,8 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 def test_attributes_are_those_of_the_forward(
     change: Callable[[Any], object], how: Callable[..., Any], lab: Lab
 ) -> None:
-    layers, x = build(Switched, LAYERS, lab.device)
+    layers, x = build(partial(Switched, lab.device), LAYERS, lab.device)
     layers = how(layers)
-    for layer in layers:
-        layer.scale = layer.scale.to(lab.device)
     leaves = leaves_of(layers, x)
 
     def run(between: Callable[[], object]) -> list[torch.Tensor]:
@@ -405,8 +419,7 @@ def test_attributes_are_those_of_the_forward(
 
 
 def test_other_weights_of_a_functional_call(lab: Lab) -> None:
-    layers, x = build(Switched, 1, lab.device)
-    layers[0].scale = layers[0].scale.to(lab.device)
+    layers, x = build(partial(Switched, lab.device), 1, lab.device)
     others = {"weight": torch.rand(WIDTH, device=lab.device, requires_grad=True)}
 
     def run() -> list[torch.Tensor]:
@@ -414,13 +427,9 @@ def test_other_weights_of_a_functional_call(lab: Lab) -> None:
         y = torch.func.functional_call(layers[0], others, (x,))
         return gradients([x, others["weight"]], lambda: loss_of(y).backward())
 
-    expected = run()
     mine = layers[0].weight
-    with offloaded(layers, lab) as handle:
-        for _ in range(3):
-            assert_same(expected, run())
-            assert layers[0].weight is mine
-        assert "recompute" in handle.regions(0).values()
+    assert "recompute" in assert_bits(run, layers, lab).values()
+    assert layers[0].weight is mine
 
 
 class Normed(nn.Module):
@@ -559,8 +568,6 @@ class HighWater(nn.Module):
 def test_a_write_that_changes_nothing_while_it_is_learned(policies: dict[str, str], lab: Lab) -> None:
     plain, x = build(HighWater, LAYERS, lab.device)
     layers, _ = build(HighWater, LAYERS, lab.device)
-    for layer in [*plain, *layers]:
-        layer.mark = layer.mark.to(lab.device)
     with offloaded(layers, lab, policies) as handle:
         for factor in (0.1, 2.0, 3.0):
             given = (x * factor).detach().requires_grad_()
@@ -663,11 +670,7 @@ def test_autocast_inside_the_layer_keeps_casts_where_another_surrounds_it(lab: L
         for output in outputs:
             loss_of(output).backward()
 
-    expected = gradients(leaves_of(layers, x), run)
-    with offloaded(layers, lab) as handle:
-        for _ in range(3):
-            assert_same(expected, gradients(leaves_of(layers, x), run))
-        assert "recompute" in handle.regions(0).values()
+    assert "recompute" in assert_bits(partial(gradients, leaves_of(layers, x), run), layers, lab).values()
 
 
 def _given_generator(generator: torch.Generator) -> Callable[..., torch.Tensor]:
@@ -702,11 +705,7 @@ def test_generators(given: bool, policies: dict[str, str], lab: Lab) -> None:
             assert torch.equal(before, generator.get_state())
         return found
 
-    expected = run()
-    with offloaded(layers, lab, policies) as handle:
-        for _ in range(2):
-            assert_same(expected, run())
-        assert handle.regions(0)["tanh"] == "recompute"
+    assert assert_bits(run, layers, lab, policies, times=2)["tanh"] == "recompute"
 
 
 DRAWS = [False]
@@ -839,11 +838,7 @@ BITS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_bits_are_compared(function: Callable[[torch.Tensor], torch.Tensor], lab: Lab) -> None:
     """NaN is not equal to itself, and conjugated and negated tensors are marked so, without being computed."""
     layers, x = functions(lambda x, w: function(x * w.mean()).mean() * x, lab)
-    expected = step(layers, x)
-    with offloaded(layers, lab) as handle:
-        for _ in range(3):
-            assert_same(expected, step(layers, x))
-        assert handle.regions(0)["mul"] == "recompute"
+    assert assert_bits(partial(step, layers, x), layers, lab)["mul"] == "recompute"
 
 
 RUNS = [0]
@@ -853,14 +848,14 @@ RUNS = [0]
 class Keeps(nn.Module):
     """Does one of several things that must not be done twice; each gives a factor."""
 
-    def __init__(self, what: Callable[..., Any]) -> None:
+    def __init__(self, what: Callable[..., Any], device: torch.device) -> None:
         super().__init__()
         self.what = what
         self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH))
         self.fixed = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
         self.register_buffer("large", torch.zeros(600, 600))
         self.seen, self.queue, self.numbers, self.counts = [1.0], collections.deque([1.0]), {1}, {"calls": 1}
-        self.last = self.weight * 1
+        self.last = self.weight.to(device) * 1
 
     def forward(self, x: torch.Tensor, cache: list[torch.Tensor], *, counter: Any) -> torch.Tensor:
         RUNS[0] += 1
@@ -922,10 +917,7 @@ def test_a_layer_that_cannot_be_run_again(
         counter = types.SimpleNamespace(calls=0)
         return gradients(leaves_of(layers, x), forward_and_backward)
 
-    plain, x = build(lambda: Keeps(what), LAYERS, lab.device)
-    layers, _ = build(lambda: Keeps(what), LAYERS, lab.device)
-    for layer in [*plain, *layers]:
-        layer.last = layer.last.to(lab.device)
+    (plain, x), (layers, _) = (build(partial(Keeps, what, lab.device), LAYERS, lab.device) for _ in range(2))
     with offloaded(layers, lab) as handle:
         for rows, is_learned in ((2, False), (2, True), (2, True), (1, False), (1, True)):
             wanted = run(plain, rows)
@@ -1016,25 +1008,6 @@ def test_each_kind_of_input_is_learned_once(kind: Callable[..., torch.Tensor], l
             assert RUNS[0] == 2 if time > 3 else RUNS[0] >= 2 + (time < 2)
 
 
-@pytest.mark.parametrize("policies", [ALL, ADD], ids=["all", "sums kept"])
-def test_a_forward_that_saves_fewer_tensors_than_learned(policies: dict[str, str], lab: Lab) -> None:
-    way = Way()
-
-    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        y = ((x + 1).sin() * w.mean()).tanh()
-        return y if way.now else y.sin()
-
-    layers, x = functions(function, lab)
-    expected = []
-    for _ in range(2):
-        expected.append(step(layers, x))
-        way.turn()
-    with offloaded(layers, lab, policies):
-        for turn in (0, 0, 1, 1, 1, 0):
-            way.now = turn
-            assert_same(expected[turn], step(layers, x))
-
-
 @pytest.mark.usefixtures("nothing_recomputed")
 def test_a_layer_that_keeps_everything_has_no_hooks_once_it_is_learned(lab: Lab) -> None:
     hooked = list[bool]()
@@ -1075,25 +1048,6 @@ def test_other_strides_than_learned(change: Callable[..., tuple[torch.Tensor, ..
             assert_same(expected, step(layers, x))
         for one in change(layers, x) * 3:
             assert_same(expected, step(layers, one))
-
-
-def test_other_dtype_of_autocast_than_learned(lab: Lab) -> None:
-    dtype = [torch.bfloat16]
-
-    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(x.device.type, dtype[0]):
-            y = x @ w
-        return (y.tanh() * 2).cos().float()
-
-    layers, x = functions(function, lab)
-    expected = {}
-    for one in (torch.bfloat16, torch.float16):
-        dtype[0] = one
-        expected[one] = step(layers, x)
-    with offloaded(layers, lab, {"*mm": "keep", "*": "recompute"}):
-        for one in (torch.bfloat16, torch.bfloat16, torch.float16, torch.bfloat16, torch.float16):
-            dtype[0] = one
-            assert_same(expected[one], step(layers, x))
 
 
 def test_a_layer_that_goes_another_way_each_time_is_recomputed_as_a_whole(lab: Lab) -> None:
@@ -1202,7 +1156,7 @@ def test_memory_that_is_kept_before_and_saved_again_behind_what_depends_on_data(
         chosen = (tokens[rows] * 2).exp()
         return (torch.zeros_like(tokens).index_add(0, rows, chosen) * tokens).view_as(x) * x
 
-    layers, x = build(lambda: Function(function), LAYERS, lab.device)
+    layers, x = functions(function, lab)
     expected = step(layers, x)
     with offloaded(layers, lab, {"tanh": "keep", "*": "recompute"}) as handle:
         for _ in range(3):
@@ -1213,7 +1167,7 @@ def test_memory_that_is_kept_before_and_saved_again_behind_what_depends_on_data(
         assert [regions[name] for name in ("tanh", "index", "exp")] == ["keep", "recompute", "recompute"]
 
 
-class _ReadsTwice(torch.autograd.Function):
+class ReadsTwice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
@@ -1227,7 +1181,7 @@ class _ReadsTwice(torch.autograd.Function):
 
 def test_a_saved_tensor_that_is_read_again(lab: Lab) -> None:
     """By the same backward, and before it by a program that looks at the graph."""
-    layers, x = functions(lambda x, w: _ReadsTwice.apply((x + w.mean()).tanh() * 2), lab)
+    layers, x = functions(lambda x, w: ReadsTwice.apply((x + w.mean()).tanh() * 2), lab)
     expected = step(layers, x)
     with offloaded(layers, lab) as handle:
         for time in range(4):
@@ -1250,9 +1204,7 @@ def test_an_exception_in_the_second_run(error: type[BaseException], lab: Lab) ->
                 raise error("in the second run")
             return y.tanh()
 
-    layers, x = build(Raising, LAYERS, lab.device)
-    for layer in layers:
-        layer.scale = layer.scale.to(lab.device)
+    layers, x = build(partial(Raising, lab.device), LAYERS, lab.device)
     expected = step(layers, x)
     with offloaded(layers, lab, MUL):
         for _ in range(2):
@@ -1502,10 +1454,7 @@ def test_a_hook_that_collects_results_for_the_caller_alone(lab: Lab) -> None:
         assert len(found) == 1 + LAYERS
         sum(loss_of(one) for one in found).backward()
 
-    expected = gradients(leaves_of(layers, x), run)
-    with offloaded(layers, lab, ALL):
-        for _ in range(3):
-            assert_same(expected, gradients(leaves_of(layers, x), run))
+    assert_bits(partial(gradients, leaves_of(layers, x), run), layers, lab)
 
 
 @pytest.fixture
@@ -1572,7 +1521,7 @@ def test_a_mask_that_all_layers_are_given_is_not_offloaded(lab: Lab) -> None:
     assert bytes_of[0] == bytes_of[1] > 0
 
 
-@pytest.mark.parametrize("policies", [ALL, {"add": "keep", "*": "recompute"}], ids=["all", "sums kept"])
+@pytest.mark.parametrize("policies", [ALL, ADD], ids=["all", "sums kept"])
 def test_an_attribute_that_is_an_inference_tensor(policies: dict[str, str], lab: Lab) -> None:
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -1586,11 +1535,7 @@ def test_an_attribute_that_is_an_inference_tensor(policies: dict[str, str], lab:
             return (self.lin(x).sin() + self.positions).tanh() * x
 
     layers, x = build(Layer, LAYERS, torch.device("cpu"))
-    expected = step(layers, x)
-    with offloaded(layers, lab, policies) as handle:
-        for _ in range(3):
-            assert_same(expected, step(layers, x))
-        assert handle.regions(0)["sin"] == "recompute"
+    assert assert_bits(partial(step, layers, x), layers, lab, policies)["sin"] == "recompute"
 
 
 def test_policies_that_differ_behind_what_depends_on_data(lab: Lab) -> None:
@@ -1602,7 +1547,7 @@ def test_policies_that_differ_behind_what_depends_on_data(lab: Lab) -> None:
         chosen = tokens[rows].sin().exp()
         return tokens.index_add(0, rows, chosen).cos().view_as(x) * x
 
-    layers, x = build(lambda: Function(function), LAYERS, lab.device)
+    layers, x = functions(function, lab)
     expected = step(layers, x)
     with offloaded(layers, lab, {"exp": "keep", "*": "recompute"}, 1) as handle:
         for _ in range(3):
@@ -1742,24 +1687,13 @@ def test_backward_frees_what_is_kept_behind_the_last_dropped_tensor(lab: Lab) ->
     assert peaks["recompute"] <= peaks["keep"]
 
 
-class AsksTwice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad * (ctx.saved_tensors[0] + ctx.saved_tensors[0])
-
-
 def test_what_was_recomputed_is_freed_once_its_operation_has_read_it(lab: Lab) -> None:
     """Before gradients are summed over what was broadcast, which needs memory. A user's function may read twice."""
     made: dict[int, StorageWeakRef] = {}
     freed: list[bool] = []
 
     def function(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        y = F.gelu(AsksTwice.apply(x.sin()) @ weight)
+        y = F.gelu(ReadsTwice.apply(x.sin()) @ weight)
         made[id(weight)] = StorageWeakRef(y.untyped_storage())
         y = y * weight[0]
         if y.grad_fn is not None and torch._C._current_graph_task_id() == -1:
