@@ -485,10 +485,7 @@ def test_the_same_layers_in_two_threads_are_refused(inside: bool, device: torch.
         assert handle.stats().offloaded_bytes == 2 * in_a_step
         assert "'MainThread', which is in the forward of the same layers, but runs in 'other'" in refused[0]
         assert "use one copy of the model per thread" in refused[0]
-        found: list[list[torch.Tensor]] = []
-        alone = threading.Thread(target=lambda: found.append(step_gradients(layers, x)), daemon=True)
-        alone.start()
-        alone.join()
-        assert_same(expected, found[0])
+        [found] = in_threads(lambda: step_gradients(layers, x))
+        assert_same(expected, found)
         assert_same(expected, step_gradients(layers, x))
         assert handle.stats().offloaded_bytes == 4 * in_a_step

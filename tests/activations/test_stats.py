@@ -107,7 +107,7 @@ def test_less_than_half_is_no_reason_to_warn(lab: Lab) -> None:
     assert hoard(lab, lambda *_: None, rounds=3).wasted == {}
 
 
-def step_that_saves(lab: Lab, receive: Callable[[Any], object], in_between: Callable[[], object]) -> OffloadStats:
+def step_that_saves(lab: Lab, in_between: Callable[[], object]) -> OffloadStats:
     """Layer 0 of three saves two tensors; ``in_between`` is before its release, and once its reload has begun."""
     offloaded = offloading(1, 3, lab.device)
 
@@ -116,28 +116,23 @@ def step_that_saves(lab: Lab, receive: Callable[[Any], object], in_between: Call
         return y.neg()
 
     x = torch.ones((), device=lab.device, requires_grad=True)
-    y = offloaded.layer(
-        lambda y: save(y, receive, *(torch.full((ELEMENTS,), value, device=lab.device) for value in (3.0, 5.0))), x
-    )
+    saved = [torch.ones(ELEMENTS, device=lab.device) for _ in range(2)]
+    y = offloaded.layer(lambda y: save(y, lambda _: None, saved.pop(), saved.pop()), x)
     y.register_hook(lambda _: in_between())
     offloaded.forward([pause, torch.neg], y).backward()
     lab.drain()
     return offloaded.stats
 
 
-def test_stalls_of_releases_are_measured(lab: Lab) -> None:
-    lab.slow(d2h_s=SLOW_S)  # each of two copies
-    assert step_that_saves(lab, lambda _: None, lambda: None).stall_s >= SLOW_S
-
-
-def test_stalls_of_reloads_are_measured(lab: Lab) -> None:
-    lab.slow(h2d_s=SLOW_S)
-    assert step_that_saves(lab, lambda _: None, lambda: None).stall_s >= SLOW_S
+@pytest.mark.parametrize("slow", ["d2h_s", "h2d_s"], ids=["release", "reload"])
+def test_stalls_are_measured(slow: str, lab: Lab) -> None:
+    lab.slow(**{slow: SLOW_S})  # each of two copies
+    assert step_that_saves(lab, lambda: None).stall_s >= SLOW_S
 
 
 def test_no_stall_where_the_copies_were_done(lab: Lab) -> None:
     lab.slow(d2h_s=0.01, h2d_s=0.01)
-    assert step_that_saves(lab, lambda _: None, lab.drain).stall_s == 0.0
+    assert step_that_saves(lab, lab.drain).stall_s == 0.0
 
 
 def test_stats_do_not_wait_for_a_stall_to_end(lab: Lab) -> None:

@@ -15,7 +15,6 @@ from offload.device.backend import PageLockError, Wait
 from offload.device.cpu import CpuBackend, CpuStream
 from offload.device.cuda import CudaBackend
 from offload.device.select import get_backend, resolve_device
-from offload.host.page_locked import page_locked
 
 
 @pytest.fixture(params=["cpu"])
@@ -63,13 +62,6 @@ def test_default_device_with_an_accelerator() -> None:
 def test_other_devices_are_refused() -> None:
     with pytest.raises(ValueError, match=r"device must be on this machine \(.*\), got 'meta'; leave it out"):
         resolve_device("meta")
-
-
-@pytest.mark.gpu
-def test_pinned_memory_is_pinned_and_of_exactly_the_size() -> None:
-    memory = page_locked((3 << 20) + 1, get_backend("cuda"))
-    assert memory.is_pinned()
-    assert memory.untyped_storage().nbytes() == (3 << 20) + 1
 
 
 class TestFailures:

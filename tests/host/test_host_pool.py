@@ -6,7 +6,6 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -262,14 +261,13 @@ def test_what_dies_as_garbage_is_given_back_once(pool: HostPool) -> None:
     assert not set(blocks(taken[0])) & set(blocks(taken[1]))
 
 
-def test_give_in_a_finalizer_while_the_pool_is_busy() -> None:
+def collect_and_allocate(nbytes: int) -> torch.Tensor:
     """The collector may run anywhere, also inside the pool with its lock held."""
-    pool: HostPool
+    gc.collect()
+    return torch.empty(nbytes, dtype=torch.uint8)
 
-    def collect_and_allocate(nbytes: int) -> torch.Tensor:
-        gc.collect()
-        return torch.empty(nbytes, dtype=torch.uint8)
 
+def test_give_in_a_finalizer_while_the_pool_is_busy() -> None:
     pool = HostPool(collect_and_allocate)
     for _ in range(3):
         GivesWhenItDies(pool, 5 * KIB)
@@ -283,7 +281,7 @@ def test_give_in_a_finalizer_while_the_pool_is_busy() -> None:
 def test_take_in_a_finalizer_while_the_pool_is_busy() -> None:
     """A program's finalizer may run its layers, which would wait for ever for the lock that its own thread holds."""
     taken: list[HostBuffer] = []
-    pool: HostPool
+    pool = HostPool(collect_and_allocate)
 
     class TakesWhenItDies:
         def __init__(self) -> None:
@@ -292,11 +290,6 @@ def test_take_in_a_finalizer_while_the_pool_is_busy() -> None:
         def __del__(self) -> None:
             taken.append(pool.take(5 * KIB))
 
-    def collect_and_allocate(nbytes: int) -> torch.Tensor:
-        gc.collect()
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    pool = HostPool(collect_and_allocate)
     TakesWhenItDies()
     taken.append(pool.take(50 * KIB))
     used = [block for buffer in taken for block in blocks(buffer)]
@@ -319,10 +312,7 @@ def test_what_a_step_needs_is_pinned_in_its_thread() -> None:
 def test_give_does_not_wait_for_the_lock(pool: HostPool) -> None:
     buffer = pool.take(512)
     with pool._lock:
-        giver = threading.Thread(target=pool.give, args=(buffer, REACHED), daemon=True)
-        giver.start()
-        giver.join(timeout=10)
-        assert not giver.is_alive()
+        in_threads(partial(pool.give, buffer, REACHED), patience_s=10)
     pool.trim()
     assert pool.used_bytes == 0
 
@@ -357,33 +347,24 @@ def test_two_threads_at_the_same_time(one: str, other: str, pool: HostPool) -> N
 
 
 def test_many_threads(pool: HostPool) -> None:
-    failures: list[Any] = []
     start = threading.Barrier(4)
 
     def work(mark: int) -> None:
         start.wait()
         held: list[HostBuffer] = []
-        try:
-            for step in range(150):
-                buffer = pool.take(512 * (1 + (step * mark) % 7))
-                for piece in buffer.pieces:
-                    piece.fill_(mark)
-                held.append(buffer)
-                if step % 3:
-                    oldest = held.pop(0)
-                    assert all(bool((piece == mark).all()) for piece in oldest.pieces)
-                    pool.give(oldest, FakeEvent(reached=True))
-        except BaseException as error:  # noqa: BLE001  # handed to the main thread
-            failures.append(error)
+        for step in range(150):
+            buffer = pool.take(512 * (1 + (step * mark) % 7))
+            for piece in buffer.pieces:
+                piece.fill_(mark)
+            held.append(buffer)
+            if step % 3:
+                oldest = held.pop(0)
+                assert all(bool((piece == mark).all()) for piece in oldest.pieces)
+                pool.give(oldest, FakeEvent(reached=True))
         for buffer in held:
             pool.give(buffer, REACHED)
 
-    threads = [threading.Thread(target=work, args=(mark,), daemon=True) for mark in range(1, 5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    in_threads(*(partial(work, mark) for mark in range(1, 5)))
     pool.trim()
     assert pool.used_bytes == pool.pinned_bytes == 0
 

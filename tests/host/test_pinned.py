@@ -5,6 +5,7 @@ import gc
 import mmap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -162,6 +163,7 @@ class TestRealDriver:
     def test_pinned_memory_can_be_copied_to_and_from(self) -> None:
         host = page_locked(3 * MIB + 1, backend())
         assert host.is_pinned()
+        assert host.untyped_storage().nbytes() == 3 * MIB + 1
         numbers = torch.arange(len(host), device="cuda").to(torch.uint8)
         host.copy_(numbers, non_blocking=True)
         torch.cuda.synchronize()
@@ -214,28 +216,23 @@ def group_v2(root: Path, name: str, limit: object, used: int, cache: int = 0) ->
     write(directory / "memory.stat", f"anon {used - cache}\nactive_file {cache // 2}\ninactive_file {cache // 2}")
 
 
-def test_the_machine_without_groups(root: Path) -> None:
+NESTED = [("user/job/task", "max", 10, 0), ("user/job", 64, 60, 0), ("user", 128, 60, 0)]
+GROUPS: dict[str, tuple[str, list[tuple[str, Any, int, int]], int]] = {
+    "a group's limit, without its file cache": ("0::/job", [("job", 64, 50, 20)], 34),
+    "the tightest of nested groups": ("0::/user/job/task", NESTED, 4),
+    "a container's own group, at the top": ("0::/", [("", 8, 7, 0)], 1),
+    "a group over its limit": ("0::/", [("", 8, 9, 0)], 0),
+}
+"""Which group a process is in; each group's limit, memory and cache; and what is left, in GiB."""
+
+
+@pytest.mark.parametrize(("own", "groups", "left"), GROUPS.values(), ids=list(GROUPS))
+def test_control_groups(own: str, groups: list[tuple[str, Any, int, int]], left: int, root: Path) -> None:
     assert available_bytes(root) == 100 * GIB
-
-
-def test_a_group_s_limit_counts_without_its_file_cache(root: Path) -> None:
-    write(root / "proc/self/cgroup", "0::/job")
-    group_v2(root, "job", 64 * GIB, 50 * GIB, cache=20 * GIB)
-    assert available_bytes(root) == 34 * GIB
-
-
-def test_the_tightest_of_nested_groups_counts(root: Path) -> None:
-    write(root / "proc/self/cgroup", "0::/user/job/task")
-    group_v2(root, "user/job/task", "max", 10 * GIB)
-    group_v2(root, "user/job", 64 * GIB, 60 * GIB)
-    group_v2(root, "user", 128 * GIB, 60 * GIB)
-    assert available_bytes(root) == 4 * GIB
-
-
-def test_a_container_sees_its_own_group_at_the_top(root: Path) -> None:
-    write(root / "proc/self/cgroup", "0::/")
-    group_v2(root, "", 8 * GIB, 7 * GIB)
-    assert available_bytes(root) == GIB
+    write(root / "proc/self/cgroup", own)
+    for name, limit, used, cache in groups:
+        group_v2(root, name, limit if limit == "max" else limit * GIB, used * GIB, cache * GIB)
+    assert available_bytes(root) == left * GIB
 
 
 def test_the_first_version_of_control_groups(root: Path) -> None:
@@ -245,12 +242,6 @@ def test_the_first_version_of_control_groups(root: Path) -> None:
     write(directory / "memory.usage_in_bytes", 10 * GIB)
     write(directory / "memory.stat", f"cache 1\ntotal_active_file {GIB}\ntotal_inactive_file {GIB}")
     assert available_bytes(root) == 8 * GIB
-
-
-def test_a_group_over_its_limit_has_nothing_left(root: Path) -> None:
-    write(root / "proc/self/cgroup", "0::/")
-    group_v2(root, "", 8 * GIB, 9 * GIB)
-    assert available_bytes(root) == 0
 
 
 @pytest.mark.parametrize("meminfo", [None, "MemTotal: 5 kB", "MemAvailable: lots"])

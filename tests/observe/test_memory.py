@@ -1,10 +1,10 @@
 """The memory meter: the peak of device memory above what was there before."""
 
 import itertools
-import threading
 
 import pytest
 import torch
+from faults import in_threads
 from lab import Lab
 from models import loss_of, offloading
 
@@ -72,9 +72,7 @@ def test_saved_activations_count_until_backward_is_done(device: torch.device) ->
 def test_memory_freed_in_another_thread(device: torch.device) -> None:
     with memory_meter(device) as meter:
         held = [kib(32, device)]
-        thread = threading.Thread(target=held.clear, daemon=True)
-        thread.start()
-        thread.join()
+        in_threads(held.clear)
         kib(32, device)
     assert meter.peak_bytes == 32 * KIB
 

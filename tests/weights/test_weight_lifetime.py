@@ -574,16 +574,11 @@ def test_threads_one_after_another(device: torch.device) -> None:
     layers, x = build("gpt", LAYERS, device)
     expected = gradients(layers, x)
 
-    def in_thread(call: Callable[[], object]) -> None:
-        thread = threading.Thread(target=call, daemon=True)
-        thread.start()
-        thread.join()
-
     def forward_here_and_backward_there(layers: nn.ModuleList, x: torch.Tensor) -> None:
-        in_thread(loss_of(forward(layers, x)).backward)
+        in_threads(loss_of(forward(layers, x)).backward)
 
     with stream_weights(layers, device) as handle:
-        in_thread(lambda: loss_of(forward(layers, x)))
-        in_thread(lambda: backward(layers, x))
+        in_threads(lambda: loss_of(forward(layers, x)))
+        in_threads(lambda: backward(layers, x))
         assert_same(expected, gradients(layers, x, forward_here_and_backward_there))
         assert_as_before(handle, layers, x, expected)

@@ -231,15 +231,7 @@ def slow_sums(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> bool:
 
 def sums_land_early(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Compute still writes to the memory that a sum lands in."""
-    empty = lab.backend.empty
-
-    def written_late(nbytes: int) -> torch.Tensor:
-        memory = empty(nbytes)
-        lab.write_late(memory, 0xFF, LATE_S)
-        return memory
-
-    with monkeypatch.context() as patch:
-        return averaged_with_sums(lab, lambda: patch.setattr(lab.backend, "empty", written_late))
+    return averaged_with_sums(lab, lambda: lab.fill_new_late(LATE_S))
 
 
 SCENARIOS: dict[WeightWait, Scenario] = {
