@@ -2,6 +2,7 @@
 
 import contextlib
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload import OffloadStats, get_cpu_offload_context
 
@@ -224,6 +226,18 @@ def assert_same(expected: Sequence[torch.Tensor | None], found: Sequence[torch.T
     different = [number for number, pair in enumerate(zip(expected, found, strict=True)) if not same(*pair)]
     assert not different, f"tensors {different} of {len(expected)} differ"
     assert any(tensor is not None and tensor.any() for tensor in expected), "nothing was computed"
+
+
+class Seen(TorchDispatchMode):
+    """Counts operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.times[function._schema.name.removeprefix("aten::")] += 1
+        return function(*args, **kwargs or {})
 
 
 class Save(torch.autograd.Function):

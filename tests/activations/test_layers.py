@@ -26,22 +26,25 @@ from offload.device.backend import Wait
 pytestmark = pytest.mark.usefixtures("adverse")
 
 
-HANDLES: list[Any] = []
+HANDLES: list[tuple[Any, bool]] = []
 
 
 @pytest.fixture(autouse=True)
 def _something_was_offloaded() -> Iterator[None]:
-    """By each handle of a test that passes: the same gradients alone would also be found without the library."""
+    """By each handle of a test that passes, and in time: the same gradients would also be found without the library."""
     HANDLES.clear()
     yield
-    idle = [handle for handle in HANDLES if not handle.stats().reloaded_bytes]
+    stats = [(handle.stats(), late) for handle, late in HANDLES]
     HANDLES.clear()
-    assert not idle, f"nothing was offloaded and reloaded by {idle}"
+    assert all(one.reloaded_bytes > 0 and (late or one.late_reloads == 0) for one, late in stats), stats
 
 
-def handle_for(layers: Any, num_layers: int | None = 3, *, moves: bool = True, **options: Any) -> Any:
+def handle_for(
+    layers: Any, num_layers: int | None = 3, *, moves: bool = True, late: bool = False, **options: Any
+) -> Any:
+    """A handle by which something ``moves``, of which backward has to ask for nothing unless layers may be ``late``."""
     handle = offload_layers(layers, num_layers, **{"min_bytes": 0, **options})
-    HANDLES.extend([handle] if moves else [])
+    HANDLES.extend([(handle, late)] if moves else [])
     return handle
 
 
@@ -55,10 +58,8 @@ def hooks_are_gone() -> bool:
 def test_containers(container: Callable[[Any], Any], device: torch.device) -> None:
     layers, x = build("decoder", LAYERS, device)
     expected = step_gradients(layers, x)
-    with handle_for(container(layers)) as handle:
+    with handle_for(container(layers)):
         assert_same(expected, step_gradients(layers, x))
-        assert handle.stats().reloaded_bytes > 0
-        assert handle.stats().late_reloads == 0
     assert_same(expected, step_gradients(layers, x))
 
 
@@ -83,7 +84,6 @@ def test_schedule_of_ones_own(device: torch.device) -> None:
     with handle_for(layers, None, schedule=schedule) as handle:
         assert handle.schedule is schedule
         assert_same(expected, step_gradients(layers, x))
-        assert handle.stats().reloaded_bytes > 0
 
 
 class Checkpointed(nn.Module):
@@ -105,10 +105,7 @@ def test_layers_that_recompute_themselves(reentrant: bool, device: torch.device)
     with handle_for(layers) as handle:
         for _ in range(2):
             assert_same(expected, step_gradients(layers, x))
-        stats = handle.stats()
         # The inputs of the checkpoints are offloaded; what is recomputed is not.
-        assert stats.reloaded_bytes > 0
-        assert stats.late_reloads == 0
         assert handle._hooks.context.microbatch == 1
 
 
@@ -132,7 +129,6 @@ def test_layers_that_their_caller_recomputes(reentrant: bool, device: torch.devi
             assert_same(expected, gradients(leaves, step))
         assert handle.stats().offloaded_bytes == 0
         assert_same(expected, step_gradients(layers, x))
-        assert handle.stats().reloaded_bytes > 0
 
 
 class ChecksPoint(DecoderBlock):
@@ -163,7 +159,6 @@ def test_layers_whose_calls_are_checkpointed(reentrant: bool, streamed: bool, de
             assert_same(on_host(expected), on_host(step_gradients(layers, x)))
             # The first one's input is a leaf.
             assert handle.stats().offloaded_bytes - before == 2 * x.nbytes
-        assert handle.stats().late_reloads == 0
 
 
 @pytest.mark.parametrize("weights_first", [False, True])
@@ -178,9 +173,7 @@ def test_with_streamed_weights_in_either_order(weights_first: bool, device: torc
                     [tensor.to(device) for tensor in expected], [g.to(device) for g in step_gradients(layers, x)]
                 )
             assert weights.stats().loads == 2 * (2 * LAYERS - 2)
-        assert handle.stats().reloaded_bytes > 0
         assert handle.stats().skipped["parameter"] > 0  # no view of a slot was offloaded
-        assert handle.stats().late_reloads == 0
 
 
 class Fails(nn.Module):
@@ -219,7 +212,6 @@ def test_error_in_a_layer(failing: int, error: BaseException, device: torch.devi
         assert_same(expected, step_gradients(layers, x))
         assert hooks_are_gone()
         assert handle.stats().offloaded_bytes - before.offloaded_bytes == per_step
-        assert handle.stats().late_reloads == 0
 
 
 def test_interrupt_that_ends_the_block(device: torch.device) -> None:
@@ -238,13 +230,11 @@ def test_error_that_is_handled_around_a_layer(device: torch.device) -> None:
     """Layers that run while an exception is being handled have not failed."""
     layers, x = build("decoder", LAYERS, device)
     expected = step_gradients(layers, x)
-    with handle_for(layers) as handle:
+    with handle_for(layers):
         try:
             raise KeyError("out of memory, say")
         except KeyError:
             assert_same(expected, step_gradients(layers, x))
-        assert handle.stats().reloaded_bytes > 0
-        assert handle.stats().late_reloads == 0
 
 
 def test_layers_dropped_at_random(device: torch.device) -> None:
@@ -252,16 +242,15 @@ def test_layers_dropped_at_random(device: torch.device) -> None:
     chance = random.Random(0)
     steps = [nn.ModuleList(layer for layer in layers if chance.random() < 0.6) for _ in range(12)]
     expected = [step_gradients(kept, x) for kept in steps]
-    with handle_for(layers, 4) as handle:
+    with handle_for(layers, 4, late=True):
         for kept, before in zip(steps, expected, strict=True):
             assert_same(before, step_gradients(kept, x))
-        assert handle.stats().reloaded_bytes > 0
 
 
 def test_release_point_that_is_skipped(device: torch.device, lab: Lab) -> None:
     """Layer 0 is to be released before layer 2, which does not run: it is before layer 3."""
     layers, x = build("decoder", 4, device)
-    with handle_for(layers, 2):
+    with handle_for(layers, 2, late=True):
         made = lab.count_waits()
         y = layers[1](layers[0](x))
         assert made.count(Wait.RELEASE) == 0
@@ -316,9 +305,8 @@ def test_copies_are_not_offloaded(duplicate: Callable[[nn.Module], nn.Module], d
         copied = duplicate(layers)
         assert_same(expected, step_gradients(copied, x))
         assert handle.stats().offloaded_bytes == 0
-        with handle_for(copied) as other:
+        with handle_for(copied):
             assert_same(expected, step_gradients(copied, x))
-            assert other.stats().reloaded_bytes > 0
         assert handle.stats().offloaded_bytes == 0
         assert_same(expected, step_gradients(layers, x))
     assert_same(expected, step_gradients(copied, x))
@@ -333,7 +321,6 @@ def test_remove(device: torch.device) -> None:
     handle.remove()
     handle.remove()
     stats = handle.stats()
-    assert stats.reloaded_bytes > 0
     assert_same(expected, step_gradients(layers, x))
     assert handle.stats() == stats
     for layer, (forward_hooks, pre_hooks, attributes) in zip(layers, before, strict=True):
@@ -367,8 +354,6 @@ def test_graph_that_is_alive_when_the_hooks_go(device: torch.device) -> None:
     expected = gradients(leaves, step)
     handle = handle_for(layers)
     assert_same(expected, gradients(leaves, lambda: step(handle.remove)))
-    assert handle.stats().reloaded_bytes > 0
-    assert handle.stats().late_reloads == 0
 
 
 def test_repr() -> None:

@@ -82,6 +82,17 @@ def manual(device=CPU, **options):
     )
 
 
+def on_the_host(function):
+    """What a layer returns whose saved tensors have been released; its context and its controller."""
+    context, sync, controller = manual()
+    with context:
+        output = function()
+    output = sync(output)
+    controller.start_offload_layer(0)
+    controller.release_activation_forward_gpu_memory(0)
+    return output, context, controller
+
+
 def release_all(controller):
     for layer in range(LAYERS):
         controller.release_activation_forward_gpu_memory(layer)
@@ -146,12 +157,7 @@ def test_threads_that_need_a_layer_at_once_reload_it_once(monkeypatch):
     """Both graphs keep tensors in one activation set, and the second thread comes while the first one reloads."""
     leaves = [torch.linspace(0, 1, MIN_BYTES, requires_grad=True) for _ in range(2)]
     expected = [torch.autograd.grad(leaf.sin().exp().sum(), leaf)[0] for leaf in leaves]
-    context, sync, controller = manual()
-    with context:
-        sums = [leaf.sin().exp().sum() for leaf in leaves]
-    sums = list(sync(tuple(sums)))
-    controller.start_offload_layer(0)
-    controller.release_activation_forward_gpu_memory(0)
+    sums, context, _ = on_the_host(lambda: tuple(leaf.sin().exp().sum() for leaf in leaves))
     reloads = []
     reload, both = ActivationSet._reload, threading.Barrier(2)
 
@@ -174,12 +180,7 @@ def test_threads_that_need_a_layer_at_once_reload_it_once(monkeypatch):
 def test_a_thread_that_needs_a_layer_while_its_reload_begins_starts_no_other(monkeypatch):
     leaf = torch.linspace(0, 1, MIN_BYTES, requires_grad=True)
     expected = torch.autograd.grad(leaf.sin().exp().sum(), leaf)
-    context, sync, controller = manual()
-    with context:
-        loss = leaf.sin().exp().sum()
-    loss = sync(loss)
-    controller.start_offload_layer(0)
-    controller.release_activation_forward_gpu_memory(0)
+    loss, context, controller = on_the_host(lambda: leaf.sin().exp().sum())
     begun = slow_reloads(monkeypatch)
 
     def backward():
@@ -197,12 +198,7 @@ def test_a_tensor_that_is_resized_while_its_reload_begins(monkeypatch):
     """The program lets the memory go in one thread, when backward in another one has its own already."""
     leaf, factor = (torch.linspace(1, 2, MIN_BYTES, requires_grad=needs) for needs in (True, False))
     expected = [factor.clone()]
-    context, sync, controller = manual()
-    with context:
-        loss = (leaf * factor).sum()
-    loss = sync(loss)
-    controller.start_offload_layer(0)
-    controller.release_activation_forward_gpu_memory(0)
+    loss, _, _ = on_the_host(lambda: torch.sum(leaf * factor))
     begun = slow_reloads(monkeypatch)
 
     def resize():
@@ -283,13 +279,8 @@ def test_a_microbatch_whose_backward_is_over_is_not_released(layers, inputs):
     assert_same(expected, gradients(layers))
 
 
-def test_a_layer_that_saved_nothing(layers, inputs):
-    context, sync, controller = manual()
-    with context:
-        x = inputs[0].clone().requires_grad_() + 1
-    x = sync(x)
-    controller.start_offload_layer(0)
-    controller.release_activation_forward_gpu_memory(0)
+def test_a_layer_that_saved_nothing(inputs):
+    x, context, controller = on_the_host(lambda: inputs[0].clone().requires_grad_() + 1)
     controller.start_reload_layer(0)
     x.sum().backward()
     assert context.stats().offloaded_bytes == 0

@@ -16,6 +16,7 @@ from models import (
     WIDTH,
     DecoderBlock,
     GptBlock,
+    Seen,
     assert_same,
     build,
     gradients,
@@ -62,24 +63,32 @@ def offloaded(layers: Any, lab: Lab, num_layers: int = 2, **options: Any) -> Any
     return offload.offload_layers(layers, num_layers, device=lab.device, **{"min_bytes": 0, **options})
 
 
-@pytest.mark.parametrize("policies", POLICIES.values(), ids=POLICIES.keys())
-def test_kept_results_are_offloaded(policies: dict[str, str] | None, lab: Lab) -> None:
-    layers, x = build(Selective, LAYERS, lab.device)
+def moved_bytes(layer: Callable[[], nn.Module], lab: Lab, policies: dict[str, str] | None) -> int:
+    """Bytes offloaded in a step, whose gradients are those without offloading."""
+    layers, x = build(layer, LAYERS, lab.device)
     expected = step_gradients(layers, x)
-    tokens = x.numel() // WIDTH
-    products = 4 * tokens * (3 * WIDTH + WIDTH + 48 + 48 + WIDTH)
     lab.adverse()
     with offloaded(layers, lab, policies=policies) as handle:
-        moved = 0
+        moved = before = 0
         for _ in range(3):
             assert_same(expected, step_gradients(layers, x))
             assert bool(handle.regions(0)) is bool(policies)  # learned in the first step
             moved, before = handle.stats().offloaded_bytes, moved
-        inputs = 4 * x.numel()  # that of the first layer is a leaf
-        # What the user's own checkpointing keeps is offloaded with its layer, whatever the policies of regions say.
-        assert moved - before == inputs + 2 * products
         assert handle.stats().reloaded_bytes == moved
         assert not handle.stats().late_reloads
+    return moved - before
+
+
+INPUT = 4 * BATCH * TOKENS * WIDTH
+"""Bytes; that of the first layer is a leaf."""
+PRODUCED = INPUT // WIDTH * (3 * WIDTH + WIDTH + 48 + 48 + WIDTH)
+"""Of a layer."""
+
+
+@pytest.mark.parametrize("policies", POLICIES.values(), ids=POLICIES.keys())
+def test_kept_results_are_offloaded(policies: dict[str, str] | None, lab: Lab) -> None:
+    """What the user's own checkpointing keeps goes with its layer, whatever the policies of regions say."""
+    assert moved_bytes(Selective, lab, policies) == INPUT + 2 * PRODUCED
 
 
 class Chain(nn.Module):
@@ -132,23 +141,14 @@ def test_the_layer_itself_is_checkpointed(lab: Lab) -> None:
 def test_a_policy_that_asks_for_offloading(inside: bool, lab: Lab) -> None:
     """Eager PyTorch recomputes what is to be offloaded; inside of layers that are offloaded it is offloaded."""
     choices = torch.utils.checkpoint.CheckpointPolicy
-    counted = 0
 
     def policy(context: Any, operation: Any, *_: object, **__: object) -> Any:
         return choices.MUST_CPU_OFFLOAD if operation in PRODUCTS else choices.PREFER_RECOMPUTE
 
-    class Count(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal counted
-            counted += function in PRODUCTS
-            return function(*args, **(kwargs or {}))
-
     def products(step: Callable[[], list[torch.Tensor]]) -> int:
-        nonlocal counted
-        counted = 0
-        with Count():
+        with Seen() as seen:
             assert_same(expected, step())
-        return counted
+        return seen.times["mm"]
 
     plain, x = build(DecoderBlock, LAYERS, lab.device)
     expected = step_gradients(plain, x)
@@ -241,9 +241,7 @@ def test_what_is_kept_must_not_change(mutation: bool, lab: Lab) -> None:
 def test_a_profile_knows_what_is_kept(lab: Lab) -> None:
     layers, x = build(Selective, LAYERS, lab.device)
     profile = offload.profile_layers(layers, lambda: step_gradients(layers, x), min_bytes=1, device=lab.device)
-    tokens = x.numel() // WIDTH
-    inputs, products = 4 * x.numel(), 4 * tokens * (3 * WIDTH + WIDTH + 48 + 48 + WIDTH)
-    assert profile.layers[1].saved_bytes == inputs + products
+    assert profile.layers[1].saved_bytes == INPUT + PRODUCED
 
 
 INSIDE = 48
@@ -283,30 +281,12 @@ class Layer(nn.Module):
         return result
 
 
-def moved_bytes(layer: Callable[[], nn.Module], lab: Lab, policies: dict[str, str] | None) -> int:
-    """Bytes offloaded in a step, whose gradients are those without offloading."""
-    layers, x = build(layer, LAYERS, lab.device)
-    expected = step_gradients(layers, x)
-    lab.adverse()
-    with offload.offload_layers(layers, 2, policies=policies, min_bytes=0, device=lab.device) as handle:
-        moved = before = 0
-        for _ in range(3):
-            assert_same(expected, step_gradients(layers, x))
-            moved, before = handle.stats().offloaded_bytes, moved
-        assert handle.stats().reloaded_bytes == moved
-        assert not handle.stats().late_reloads
-    return moved - before
-
-
 @pytest.mark.parametrize("policies", [*POLICIES.values()][:4], ids=[*POLICIES][:4])
 def test_a_region_that_is_kept_is_offloaded(policies: dict[str, str] | None, lab: Lab) -> None:
-    tokens = BATCH * TOKENS
-    inputs = 4 * tokens * WIDTH  # that of the first layer is a leaf
-    kept = 4 * tokens * INSIDE
-    assert moved_bytes(functools.partial(Layer, keeps=False), lab, policies) == inputs
+    assert moved_bytes(functools.partial(Layer, keeps=False), lab, policies) == INPUT
     if policies == POLICIES["recompute"]:
         # The layer would have to run again while torch_remat runs its part again, which it refuses.
         with pytest.raises(NotImplementedError, match="nested torch_remat"):
             moved_bytes(Layer, lab, policies)
         return
-    assert moved_bytes(Layer, lab, policies) == inputs + 2 * kept
+    assert moved_bytes(Layer, lab, policies) == INPUT + 2 * INPUT // WIDTH * INSIDE

@@ -13,6 +13,7 @@ from lab import Lab
 from models import (
     WIDTH,
     GptBlock,
+    Seen,
     assert_same,
     build,
     compiled_in_place,
@@ -23,7 +24,7 @@ from models import (
     step_gradients,
     through,
 )
-from test_policies import Seen, assert_bits
+from test_policies import assert_bits
 from torch import nn
 
 import offload

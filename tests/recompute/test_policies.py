@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lab import Lab
-from models import BLOCKS, WIDTH, assert_same, build, gradients, leaves_of, loss_of, step_gradients, through
+from models import BLOCKS, WIDTH, Seen, assert_same, build, gradients, leaves_of, loss_of, step_gradients, through
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import offload
 from offload.activations.activation_set import ActivationSet
@@ -87,18 +86,6 @@ def assert_right(
     layers, x = functions(function, lab)
     lab.adverse()
     return assert_bits(partial(step_gradients, layers, x), layers, lab, policies, num_layers)
-
-
-class Seen(TorchDispatchMode):
-    """Counts operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.times: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.times[function._schema.name.removeprefix("aten::")] += 1
-        return function(*args, **kwargs or {})
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from faults import in_threads
 from lab import Lab
-from models import WIDTH, assert_same, build, gradients, leaves_of, loss_of, through
-from test_policies import ALL, Function, Seen, assert_bits, assert_right, offloaded
+from models import WIDTH, Seen, assert_same, build, gradients, leaves_of, loss_of, through
+from test_policies import ALL, Function, assert_bits, assert_right, offloaded
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
