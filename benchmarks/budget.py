@@ -26,12 +26,12 @@ import torch
 import offload
 from benchmarks.host_cost import host_cost_per_operation
 from benchmarks.instruments import Contender, Row, Step, give_memory_back, metered, take_turns, timed
+from benchmarks.llama_8b import GIB, SHAPE, SMALL
 from benchmarks.models import Llama, Model, Stack
 from benchmarks.report import asked, continued, table, write
 from benchmarks.workloads import reference_decoder
 from offload.activations.context import DEFAULT_MIN_BYTES
 
-GIB = 1 << 30
 BUDGETS_GIB = {
     "decoder": (20, 15.2, 15, 12, 9.6, 9.5, 8, 6, 4, 2.82, 2.8, 2),
     "llama": (20, 15, 12, 9.5, 8, 6, 4, 2.8, 2),
@@ -58,15 +58,13 @@ WARM_UP_S = 20.0
 
 def models(device: torch.device, *, small: bool) -> dict[str, Callable[[], Model]]:
     """What is measured, by name; built when it is its turn."""
-    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 16, "num_attention_heads": 32}
-    many, few, vocabulary, dtype = TOKENS, SHORT, 2048, torch.bfloat16
+    shape, dtype = SHAPE | {"num_hidden_layers": 16, "vocab_size": 2048}, torch.bfloat16
+    many, few = TOKENS, SHORT
     if small:
-        sizes = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 4, "num_attention_heads": 4}
-        many, few, vocabulary, dtype = 64, 32, 128, torch.float32
-    heads = {"num_key_value_heads": sizes["num_attention_heads"] // 4}
+        shape, dtype, many, few = SMALL, torch.float32, 64, 32
 
     def llama(tokens: int) -> Model:
-        return Llama(device, tokens=tokens, dtype=dtype, vocab_size=vocabulary, **sizes, **heads)
+        return Llama(device, tokens=tokens, dtype=dtype, **shape)
 
     return {
         "decoder": lambda: Stack(reference_decoder(small=small), device),

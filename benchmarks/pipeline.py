@@ -16,7 +16,7 @@ import gc
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -49,14 +49,12 @@ BUSY = 0.8
 
 
 def run_case(
-    name: str, model: Model, links: Mapping[str, Link], device: torch.device, args: argparse.Namespace, clock: Clock
+    name: str, model: Model, links: Mapping[str, Link], device: torch.device, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """This rank's rows for one model under one schedule."""
     pipeline = Pipeline(name, model, args.microbatches, device)
     case = Case(pipeline, links["all at once"], device, args.min_bytes)
-    clock.lap("model")
     free, nothing = case.first_steps(), Way(NOTHING)
-    clock.lap("first two steps")
     case.check(nothing)
     free.bit_identical = nothing.bit_identical
     case.time(nothing)
@@ -64,7 +62,6 @@ def run_case(
         raise RuntimeError("nothing was planned")
     peak_bytes = from_first_rank(nothing.peak_bytes)
     half = Way(HALF, case.plan(free.plan, memory_budget=budget_bytes(round(AIM * peak_bytes), nothing, free.plan)))
-    clock.lap("reference and plan")
     ways = [half]
     if args.every_way or from_first_rank(half.plan.slowdown > FREE_SLOWDOWN):
         more = case.plan_share(free.plan, BOUND_SHARE[name]) if dist.get_rank() == 0 else free.plan
@@ -76,12 +73,10 @@ def run_case(
     for _ in range(args.repeats - 1):
         for way in [nothing, *ways]:
             case.time(way)
-    clock.lap("timed steps")
     for way in ways:
         predicted = steady_bytes_per_s(way.plan.timeline)
         if args.every_way or from_first_rank(predicted >= BUSY * links["all at once"].duplex_bytes_per_s):
             case.record(way)
-    clock.lap("recorded steps")
     return [row(way, nothing, case.profile, links) for way in [nothing, *ways]]
 
 
@@ -152,24 +147,6 @@ def from_first_rank(value: Any) -> Any:
     return values[0]
 
 
-class Clock:
-    """Seconds since the start, and of what was done since the last lap.
-
-    Args:
-        log: Where laps are printed.
-    """
-
-    def __init__(self, log: Callable[[str], None]) -> None:
-        self._log = log
-        self._start = self._last = time.perf_counter()
-
-    def lap(self, what: str) -> None:
-        """Print how long ``what`` took."""
-        now = time.perf_counter()
-        self._log(f"[{now - self._start:6.1f} s] {what}: {now - self._last:.1f} s")
-        self._last = now
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, help="write the record here as JSON, after each case")
@@ -199,9 +176,8 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     is_first = dist.get_rank() == 0
-    clock = Clock(lambda line: print(line, flush=True) if is_first else None)
+    begin = time.perf_counter()
     links = measure_links(device)
-    clock.lap("links")
     models = SMALL if args.small else {width: MODELS[width] for width in args.widths}
     record = {
         **environment(device),
@@ -220,8 +196,8 @@ def main() -> None:
     for name in args.schedules:
         for width, model in models.items():
             if is_first:
-                print(f"{name}, width {width}:", flush=True)
-            mine = run_case(name, model, links, device, args, clock)
+                print(f"[{time.perf_counter() - begin:6.1f} s] {name}, width {width}:", flush=True)
+            mine = run_case(name, model, links, device, args)
             rows = [{"schedule": name, "width": width, **row} for found in gather(mine) for row in found]
             rows = with_predictions({**record, "rows": rows})["rows"]
             record["rows"] += rows

@@ -58,9 +58,12 @@ def at_both_widths(makers: dict[Path, Maker]) -> dict[Path, Callable[[], Figure]
     return wide | {narrow_path(path): partial(make, narrow=True) for path, make in makers.items()}
 
 
-def put_title(figure: Figure, title: str) -> None:
-    """A narrow figure's title, over all of its width, in as many lines as it takes."""
-    figure.suptitle(fill(title, 42), x=0.0, ha="left", color=INK, fontsize=10)
+def put_title(figure: Figure, title: str, *, narrow: bool = True) -> None:
+    """The title above a figure's panel; a narrow figure's over all of its width, in as many lines as it takes."""
+    if narrow:
+        figure.suptitle(fill(title, 42), x=0.0, ha="left", color=INK, fontsize=10)
+    else:
+        figure.axes[0].set_title(title, color=INK, loc="left", fontsize=11)
 
 
 def put_key(figure: Figure, columns: int) -> None:

@@ -65,12 +65,10 @@ def links_figure(*, narrow: bool) -> Figure:
     ax.set_yticks((1, 2, 3, 4), ("1 ×", "2 ×", "3 ×", "4 ×"))
     ax.set_xlabel("layers offloaded, of 20", color=INK, fontsize=9)
     ax.set_ylabel("step", color=INK, fontsize=9)
-    title = "simulated, not measured: what each link carries"
+    put_title(figure, "simulated, not measured: what each link carries", narrow=narrow)
     if narrow:
-        put_title(figure, title)
         put_key(figure, 1)
     else:
-        ax.set_title(title, color=INK, loc="left", fontsize=11)
         ax.legend(frameon=False, labelcolor=INK, fontsize=9, loc="upper left")
     return figure
 
@@ -218,11 +216,7 @@ def ways_figure(*, narrow: bool) -> Figure:
     ax.set_ylim(-0.3, len(WAYS) - 0.35)
     ax.set_xticks((0, 24, 48, 80, 141, 180) if narrow else (0, 16, 24, 32, 48, 64, 80, 96, 128, 141, 180))
     ax.set_xlabel("device memory, GiB", color=INK, fontsize=9)
-    title = "Llama-3.1-8B's sizes, 8,192 tokens, AdamW: planned at an H200's speed"
-    if narrow:
-        put_title(figure, title)
-    else:
-        ax.set_title(title, color=INK, loc="left", fontsize=11)
+    put_title(figure, "Llama-3.1-8B's sizes, 8,192 tokens, AdamW: planned at an H200's speed", narrow=narrow)
     return figure
 
 

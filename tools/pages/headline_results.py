@@ -36,32 +36,6 @@ LAYERS = "twenty decoder layers of a 7B model"
 DECODER = f"{LAYERS} (hidden 4096), 2 × 4096 tokens, bfloat16"
 
 
-def activations_line() -> str:
-    """What a memory budget for activations came to."""
-    nothing, _, cheap, _ = plans_of(read("budget"))
-    return (
-        f"activations **{gib(nothing['peak_bytes'], 1)} → {gib(cheap['peak_bytes'], 1)} GiB**, step "
-        f"**{more(cheap['ratio'])}**"
-    )
-
-
-def optimizer_line() -> str:
-    """What optimizer state in host memory came to."""
-    resident, streamed = optimizer_rows()
-    return (
-        f"[optimizer state](docs/howto/recipe.md#optimizer-state-on-the-host) of {LLAMA} "
-        f"**{gib(resident['peak_bytes'], 0)} → {gib(streamed['peak_bytes'], 0)} GiB**, step "
-        f"**{more(streamed['to_resident'])}**, with {gib(streamed['pinned_bytes'], 0)} GiB of host memory"
-    )
-
-
-def optimizer_rows() -> tuple[Row, Row]:
-    """The streamed row that is closest to the resident one of as many tokens, after that."""
-    rows = [row for row in read("optimizer_state")["rows"] if "step_s" in row]
-    streamed = min((row for row in rows if row["what"].startswith("streamed")), key=lambda row: row["to_resident"])
-    return row_of(rows, what="resident", tokens=streamed["tokens"], microbatches=streamed["microbatches"]), streamed
-
-
 @table("start_table")
 def start_table(_page: Path) -> str:
     """Four ways to run the decoder's step."""

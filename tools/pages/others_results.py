@@ -6,18 +6,29 @@ from textwrap import fill
 from typing import TYPE_CHECKING
 
 from drawing import NARROW_INCHES, WIDE_INCHES, draw_bars
-from page_text import GIB, Row, gib, ms, picture
-from suite_rows import FAMILY_COLORS, points_of
+from page_text import GIB, Row, gib, ms, picture, read
 
-from offload.observe.plot import INK, new_figure
+from offload.observe.plot import COLORS, INK, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+FAMILY_COLORS = {
+    "nothing": INK,
+    "checkpoint": COLORS["reload"],
+    "checkpoint_on_cpu": COLORS["offload"],
+    "save_on_cpu": COLORS["offload"],
+    "trl": COLORS["backward"],
+    "te": COLORS["backward"],
+    "offload": COLORS["forward"],
+    "offload_checkpoint": COLORS["forward"],
+}
+
+
 def _others() -> list[Row]:
     """What is drawn of the Llama's rows: the library with fewest and with most layers."""
-    rows = points_of("Hugging Face Llama")
+    rows = [row for row in read("suite")["rows"] if row["workload"] == "Hugging Face Llama" and "step_s" in row]
     own = {family: [row for row in rows if row["family"] == family] for family in ("offload", "offload_checkpoint")}
     between = [row for found in own.values() for row in found[1:-1]] + own["offload_checkpoint"][:-1]
     return [row for row in rows if row not in between]

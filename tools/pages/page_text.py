@@ -54,14 +54,9 @@ def read(name: str) -> Row:
     Raises:
         ValueError: It was run with ``--small``.
     """
-    return full_record(ROOT / "results" / f"{name}.json")
-
-
-def full_record(path: Path) -> Row:
-    """The record at a path; raises as :func:`read`."""
-    record: Row = json.loads(path.read_text("utf-8"))
+    record: Row = json.loads((ROOT / "results" / f"{name}.json").read_text("utf-8"))
     if record.get("small"):
-        raise ValueError(f"{path.name} must be of full size, got one of --small")
+        raise ValueError(f"{name}.json must be of full size, got one of --small")
     return record
 
 

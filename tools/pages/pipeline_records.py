@@ -1,24 +1,19 @@
 """The records of offloading in pipelines, ``results/pipeline_*.json``, if they show what the page says about them."""
 
-import json
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
-from page_text import ROOT
+from page_text import Row, read
 
 from benchmarks.pipeline_prediction import with_predictions
 from benchmarks.pipeline_report import BOUND, HALF, NOTHING
-
-RECORDS = (ROOT / "results/pipeline_2.json", ROOT / "results/pipeline_4.json")
 
 BOUND_SHARE = 0.85
 """From this share of the link's speed in both directions on, a step counts as bound by it."""
 
 HARDLY_LONGER = 0.02
 """What the first rank's half may cost in wide models, as the page says."""
-
-Row = dict[str, Any]
 
 
 class Measured(NamedTuple):
@@ -34,14 +29,15 @@ class Measured(NamedTuple):
         return self.way["schedule"], self.way["width"]
 
 
-def read_records(paths: Iterable[Path]) -> list[Row]:
+@cache
+def read_records() -> list[Row]:
     """The records, if they show what the page says about them; predictions are made anew.
 
     Raises:
         ValueError: A gradient differs, the first rank's peak was not halved, that cost time in the widest model,
             or 1F1B was not bound by the link where it was meant to be.
     """
-    records: list[Row] = [json.loads(path.read_text("utf-8")) for path in paths]
+    records = [read("pipeline_2"), read("pipeline_4")]
     for record in records:
         for row in record["rows"]:
             if not row["bit_identical"]:

@@ -1,24 +1,20 @@
-"""Tables of offloading in pipelines for the pages, all from ``results/pipeline_*.json``.
+"""Tables of offloading in pipelines for the pages, all from ``results/pipeline_*.json``."""
 
-``results.py`` writes them into the pages.
-"""
-
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from page_text import BLOCKS, GB, gib, markdown_table, ms, percent, runs_by_gpus, torch_of
-from pipeline_records import RECORDS, Measured, Row, measured, read_records
+from page_text import GB, Row, gib, markdown_table, ms, percent, runs_by_gpus, table, torch_of
+from pipeline_records import Measured, measured, read_records
 
 from benchmarks.pipeline_report import BOUND, FREE, HALF
 
 NO_BREAK = "\u00a0"
 
 
-def job_table(records: list[Row]) -> str:
+@table("pipeline_job")
+def job_table(_page: Path) -> str:
     """What the job needs: the peak of the rank that holds most, without and while the first rank saves half."""
-    rows, same = [], 0
+    rows, same, records = [], 0, read_records()
     for record in records:
         cases: dict[tuple[Any, Any], list[Measured]] = {}
         for found in measured(record, HALF, rank=None):
@@ -50,8 +46,10 @@ HARDLY_LESS = 0.01
 """A job that needs less by no more than this needs as much as before."""
 
 
-def half_table(records: list[Row]) -> str:
+@table("pipeline_half")
+def half_table(_page: Path) -> str:
     """The first rank's half: step and peak without and with, beside the prediction."""
+    records = read_records()
     shown = [
         {
             **_case(found),
@@ -59,7 +57,7 @@ def half_table(records: list[Row]) -> str:
             **_costs(found),
         }
         for record in records
-        for found in sorted(measured(record, HALF), key=lambda found: -_hidden(record, found))
+        for found in sorted(measured(record, HALF), key=lambda found: -record["models"][found.way["width"]]["hidden"])
     ]
     rows = [row for record in records for row in record["rows"]]
     same = (
@@ -70,8 +68,10 @@ def half_table(records: list[Row]) -> str:
     return f"{_setting(records)}\n\n{markdown_table(shown, left=3, answer=('longer', 'less'))}\n\n{same}\n"
 
 
-def ways_table(records: list[Row]) -> str:
+@table("pipeline_ways")
+def ways_table(_page: Path) -> str:
     """What is free, and more than the link can carry."""
+    records = read_records()
     shown = [
         {
             **_case(found),
@@ -84,7 +84,8 @@ def ways_table(records: list[Row]) -> str:
     return f"{markdown_table(shown, left=4, answer=('longer', 'less'))}\n\n{_errors(records)}\n"
 
 
-def links_table(records: list[Row]) -> str:
+@table("pipeline_links")
+def links_table(_page: Path) -> str:
     """Each rank's link while no other rank copies, and while all do."""
     shown = [
         {
@@ -96,7 +97,7 @@ def links_table(records: list[Row]) -> str:
                 for title, name in (("to the host", "d2h"), ("to the GPU", "h2d"), ("both", "duplex"))
             },
         }
-        for record in records
+        for record in read_records()
         for rank, links in enumerate(record["links"])
     ]
     return "GB/s; both: the sum while copies go in both directions.\n\n" + markdown_table(shown) + "\n"
@@ -154,27 +155,5 @@ def _case(found: Measured) -> Row:
     return {"GPUs": found.gpus, "schedule": found.way["schedule"], "width": found.way["width"]}
 
 
-def _hidden(record: Row, found: Measured) -> int:
-    hidden: int = record["models"][found.way["width"]]["hidden"]
-    return hidden
-
-
 def _change(before: str, after: str) -> str:
     return f"{before}{NO_BREAK}→{NO_BREAK}{after}"
-
-
-@cache
-def _records() -> list[Row]:
-    return read_records(RECORDS)
-
-
-def _block(make: Callable[[list[Row]], str]) -> Callable[[Path], str]:
-    return lambda _: make(_records())
-
-
-BLOCKS |= {
-    ("table", "pipeline_job"): _block(job_table),
-    ("table", "pipeline_half"): _block(half_table),
-    ("table", "pipeline_ways"): _block(ways_table),
-    ("table", "pipeline_links"): _block(links_table),
-}

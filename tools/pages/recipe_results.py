@@ -1,11 +1,10 @@
-"""Whole trainings under one budget, for the pages: from ``results/recipe.json``, as soon as there is such a record."""
+"""Whole trainings under one budget, for the pages: from ``results/recipe.json``."""
 
 from pathlib import Path
 
-from headline_results import LLAMA, activations_line, optimizer_line
-from page_text import ROOT, Row, gib, markdown_table, measured_on, more, read, table, torch_of, with_runs
+from headline_results import LLAMA
+from page_text import Row, gib, markdown_table, measured_on, more, read, table, torch_of, with_runs
 
-RECORD = ROOT / "results" / "recipe.json"
 PINNED = "100GiB"
 OPTIONS = f'`max_host_bytes="{PINNED}", step_in_backward=True, state_dtype=torch.float32`'
 
@@ -20,15 +19,17 @@ IN_WORDS = {
 """Part of a recipe → what the call does for it."""
 
 
-def record_of(path: Path = RECORD) -> Row | None:
-    """The record, if there is one of a whole run on a GPU."""
-    return read(path.stem) if path.exists() else None
-
-
 def resident_of(row: Row, rows: list[Row]) -> Row | None:
     """The run of as many tokens with everything on the device and checkpointing, if it fitted the GPU."""
     found = [one for one in rows if one["tokens"] == row["tokens"] and not one["budget_bytes"] and "error" not in one]
     return found[0] if found else None
+
+
+def best_of(rows: list[Row]) -> tuple[Row, Row]:
+    """Of the smallest budget that was kept, the row closest to the step with everything on the device; and that."""
+    beside = [(row, resident_of(row, rows)) for row in rows if row["budget_bytes"] and "error" not in row]
+    kept = [(row, resident) for row, resident in beside if resident is not None]
+    return min(kept, key=lambda pair: (pair[0]["budget_bytes"], pair[0]["step_s"] / pair[1]["step_s"]))
 
 
 def longer(row: Row, rows: list[Row]) -> str:
@@ -37,31 +38,11 @@ def longer(row: Row, rows: list[Row]) -> str:
     return "" if resident is None or resident is row else more(row["step_s"] / resident["step_s"])
 
 
-def best_of(rows: list[Row]) -> Row | None:
-    """Of the smallest budget that was kept, the row that is closest to the step with everything on the device."""
-    kept = [row for row in rows if row["budget_bytes"] and "error" not in row and resident_of(row, rows)]
-    if not kept:
-        return None
-
-    def ratio(row: Row) -> float:
-        resident = resident_of(row, rows)
-        assert resident is not None
-        return float(row["step_s"]) / float(resident["step_s"])
-
-    least = min(row["budget_bytes"] for row in kept)
-    return min((row for row in kept if row["budget_bytes"] == least), key=ratio)
-
-
-def line_of(record: Row | None) -> str:
-    """What the start page's one line came to; without a record, what its parts came to."""
-    row = None if record is None else best_of(record["rows"])
-    if record is None or row is None:
-        return (
-            "> No run of the whole on a GPU is recorded yet. Its parts: "
-            f"{activations_line()}; {optimizer_line()}. NVIDIA H200.\n"
-        )
-    resident = resident_of(row, record["rows"])
-    assert resident is not None
+@table("start_recipe")
+def start_recipe(_page: Path) -> str:
+    """What the start page's one line came to."""
+    record = read("recipe")
+    row, resident = best_of(record["rows"])
     return (
         f"```text\n{row['recipe']}\n```\n\n"
         f"> **{gib(resident['peak_bytes'], 0)} → {gib(row['peak_bytes'], 0)} GiB** of GPU memory, step "
@@ -77,13 +58,10 @@ def chosen(row: Row) -> str:
     return f"The call chose to {' and to '.join(parts)}." if parts else ""
 
 
-def table_of(record: Row | None) -> str:
+@table("whole_trainings")
+def whole_trainings(_page: Path) -> str:
     """A table for each number of tokens: what each budget came to, and what was predicted."""
-    if record is None:
-        return (
-            "No run of real size on a GPU is recorded yet. The recipes are tested on a CPU, bit for bit; "
-            "`python -m benchmarks.recipe` makes a record.\n"
-        )
+    record = read("recipe")
     rows = record["rows"]
     said = (
         f"{record['hardware']['gpu']}, {torch_of(record)}, {measured_on(rows, record, by_row=True)}. "
@@ -152,15 +130,3 @@ def recipe_of(row: Row) -> str:
         return "" if "error" in row else "all on the device, checkpointed"
     moved = [part for part in str(row["recipe"]).split(", ") if not part.endswith("resident")]
     return ", ".join(moved) or "all on the device"
-
-
-@table("start_recipe")
-def start_recipe(_page: Path) -> str:
-    """Under the first code of the start page."""
-    return line_of(record_of())
-
-
-@table("whole_trainings")
-def whole_trainings(_page: Path) -> str:
-    """In the guide."""
-    return table_of(record_of())

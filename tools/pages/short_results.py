@@ -5,8 +5,8 @@ from pathlib import Path
 from headline_results import LAYERS, LLAMA, plans_of, row_of
 from never_slower_results import compared
 from page_text import gib, more, percent, read, table
-from pipeline_records import RECORDS, measured, read_records
-from recipe_results import best_of, resident_of
+from pipeline_records import measured, read_records
+from recipe_results import best_of
 
 from benchmarks.pipeline_report import HALF
 
@@ -34,11 +34,7 @@ def _activations() -> str:
 
 
 def _training() -> str:
-    rows = read("recipe")["rows"]
-    row = best_of(rows)
-    resident = None if row is None else resident_of(row, rows)
-    assert row is not None
-    assert resident is not None
+    row, resident = best_of(read("recipe")["rows"])
     return (
         f"**[A full fine-tune](howto/recipe.md#measured)** of {LLAMA}: {gib(resident['peak_bytes'], 0)} → "
         f"{gib(row['peak_bytes'], 0)} GiB with {gib(row['pinned_bytes'], 0)} GiB of host memory, step "
@@ -68,7 +64,7 @@ def _models() -> str:
 
 
 def _pipelines() -> str:
-    halves = [found.way for record in read_records(RECORDS) for found in measured(record, HALF)]
+    halves = [found.way for record in read_records() for found in measured(record, HALF)]
     longer = {row["width"]: [] for row in sorted(halves, key=lambda row: -int(row["width"]))}
     for row in halves:
         longer[row["width"]].append(row["slowdown"])

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 from page_text import ROOT, Row, day_of, gib, link_of, markdown_table, ms, percent, read, table, torch_of
-from suite_rows import WORKLOADS
 
 from benchmarks.verdicts import verdicts
 from offload.activations.context import DEFAULT_MIN_BYTES
@@ -16,6 +15,14 @@ from offload.base.checks import format_bytes
 FREE = 5
 """Of the decoder's layers, as :mod:`offload` simulates it on PCIe Gen5."""
 PACKAGES = ("transformers", "trl", "transformer-engine")
+WORKLOADS = {
+    "suite_decoder": "decoder",
+    "suite_compiled": "compiled decoder",
+    "suite_norm_mlp": "LayerNorm-MLP",
+    "suite_llama": "Hugging Face Llama",
+    "suite_long": "long sequence",
+}
+"""Block of the benchmarks' page → workload."""
 
 
 def workload_table(workload: str, _page: Path) -> str:

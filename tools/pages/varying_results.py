@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from page_text import ROOT, Row, gib, markdown_table, measured_on, more, read, table, torch_of
+from page_text import ROOT, gib, markdown_table, measured_on, more, read, table, torch_of
 
-RECORD = ROOT / "results" / "varying_lengths.json"
 NAMES = {
     "plan by hand": "a plan for the longest batch, by hand",
     "nothing": "nothing offloaded",
@@ -12,10 +11,12 @@ NAMES = {
 }
 
 
-def told(record: Row | None) -> str:
+@table("varying_lengths")
+def varying_lengths(_page: Path) -> str:
     """What each way to train took, and how well a budget was kept."""
-    if record is None:
+    if not (ROOT / "results" / "varying_lengths.json").exists():
         return ""
+    record = read("varying_lengths")
     rows = [row for row in record["rows"] if "error" not in row]
     shown = [
         {
@@ -41,9 +42,3 @@ def told(record: Row | None) -> str:
         f"where the longest batch adds {gib(record['most_bytes'])} GiB.{over}{same}"
         f"\n\n{markdown_table(shown, left=1, answer=('against the plan by hand', 'peak, GiB'))}\n"
     )
-
-
-@table("varying_lengths")
-def varying_lengths(_page: Path) -> str:
-    """In the benchmarks."""
-    return told(read(RECORD.stem) if RECORD.exists() else None)

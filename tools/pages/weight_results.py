@@ -1,17 +1,14 @@
-"""Tables and a picture of weight streaming for the pages, all from ``results/weight_streaming.json``.
-
-``results.py`` writes them into the pages.
-"""
+"""Tables and a picture of weight streaming for the pages, all from ``results/weight_streaming.json``."""
 
 from __future__ import annotations
 
-import json
 import statistics
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from drawing import NARROW_INCHES, WIDE_INCHES
-from page_text import BLOCKS, GB, PICTURES, ROOT, day_of, gb, image, markdown_table, ms, torch_of
+from page_text import GB, Row, day_of, gb, markdown_table, ms, picture, read, table, torch_of
 
 from offload.observe.plot import COLORS, INK, new_figure, style_axes, text_color
 
@@ -19,23 +16,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-RECORD = ROOT / "results" / "weight_streaming.json"
-PICTURE = Path("docs/_static/results/weight_streaming.svg")
-
 BINDS = {"few": "link", "many": "compute"}
 """What a case's limit is, mostly."""
 
-Row = dict[str, Any]
 
-
-def read_record(path: Path) -> Row:
+@cache
+def measured() -> Row:
     """The record, if it shows what the pages say about it.
 
     Raises:
         ValueError: The host was blocked before the end of backward, FSDP2 did not finish a case, a training went
             astray, or losses differ though the host has made the steps in both.
     """
-    record: Row = json.loads(path.read_text("utf-8"))
+    record = read("weight_streaming")
     for row in record["rows"]:
         blocking = record[f"blocking_calls_{row['case']}"]
         if blocking:
@@ -51,8 +44,10 @@ def read_record(path: Path) -> Row:
     return record
 
 
-def weight_streaming_table(record: Row) -> str:
+@table("weight_streaming")
+def weight_streaming_table(_page: Path) -> str:
     """Step, limit and FSDP2 for each number of tokens."""
+    record = measured()
     shown = [
         {
             "tokens": f"{row['tokens']:,}",
@@ -74,8 +69,10 @@ def weight_streaming_table(record: Row) -> str:
     )
 
 
-def weight_memory_table(record: Row) -> str:
+@table("weight_memory")
+def weight_memory_table(_page: Path) -> str:
     """What the host holds, by the library's counters and by the system's."""
+    record = measured()
     stats = record["stats"]
     counted = {
         "weights": stats["weight_bytes"],
@@ -90,8 +87,10 @@ def weight_memory_table(record: Row) -> str:
     return markdown_table([shown], answer=("sum", "process grew by")) + "\n"
 
 
-def weight_seconds_table(record: Row) -> str:
+@table("weight_seconds")
+def weight_seconds_table(_page: Path) -> str:
     """What comes on top of a step: once, with microbatches, with an optimizer."""
+    record = measured()
     few, many = (next(row for row in record["rows"] if row["case"] == case) for case in ("few", "many"))
     shown = [
         {"what": what, "tokens": f"{row['tokens']:,}", "s": f"{seconds:.2f}"}
@@ -109,7 +108,8 @@ def weight_seconds_table(record: Row) -> str:
     return markdown_table(shown, left=1) + "\n"
 
 
-def weight_losses_table(record: Row) -> str:
+@table("weight_losses")
+def weight_losses_table(_page: Path) -> str:
     """Last losses on the device and streamed, for each optimizer."""
     shown = [
         {
@@ -120,29 +120,29 @@ def weight_losses_table(record: Row) -> str:
             "last, streamed": f"{row['last_streamed']:.4f}",
             "losses": "identical" if row["identical"] else f"differ by up to {row['largest_difference']:.2g}",
         }
-        for row in record["loss_curves"]
+        for row in measured()["loss_curves"]
     ]
     return markdown_table(shown, left=1, answer=("losses",)) + "\n"
 
 
-def weight_streaming_picture(record: Row, page: Path) -> str:
-    """The picture, as an image with a path from ``page`` and a text for those who cannot see it."""
-    said = "; ".join(
+def said() -> str:
+    """The picture in words."""
+    cases = "; ".join(
         f"{row['tokens']:,} tokens: limit {ms(row['limit_s'])}, streamed {ms(row['step_s'])}, FSDP2 "
         f"{ms(row['fsdp_s'])} ms"
-        for row in record["rows"]
+        for row in measured()["rows"]
     )
-    return image(f"Bars of forward and backward times. {said}.", PICTURE, page)
+    return f"Bars of forward and backward times. {cases}."
 
 
-def draw(record: Row, *, narrow: bool = False) -> Figure:
+def draw(*, narrow: bool = False) -> Figure:
     """Forward and backward of each case: the limits of a step hollow, real steps filled."""
-    rows = record["rows"]
+    rows = measured()["rows"]
     figure = new_figure((NARROW_INCHES, 2.6 * len(rows)) if narrow else (WIDE_INCHES, 3.0))
     panels = figure.subplots(*((len(rows), 1) if narrow else (1, len(rows))), sharey=True)
     for ax, row in zip(panels, rows, strict=True):
         style_axes(ax)
-        _draw_case(ax, row, next(other for other in record["fsdp"] if other["case"] == row["case"]))
+        _draw_case(ax, row, next(other for other in measured()["fsdp"] if other["case"] == row["case"]))
     panels[0].invert_yaxis()
     return figure
 
@@ -182,11 +182,4 @@ def _phases(forward_s: float, backward_s: float) -> str:
     return f"{ms(forward_s)} + {ms(backward_s)}"
 
 
-BLOCKS |= {
-    ("table", "weight_streaming"): lambda _: weight_streaming_table(read_record(RECORD)),
-    ("table", "weight_memory"): lambda _: weight_memory_table(read_record(RECORD)),
-    ("table", "weight_seconds"): lambda _: weight_seconds_table(read_record(RECORD)),
-    ("table", "weight_losses"): lambda _: weight_losses_table(read_record(RECORD)),
-    ("picture", "weight_streaming"): lambda page: weight_streaming_picture(read_record(RECORD), page),
-}
-PICTURES[PICTURE] = lambda *, narrow: draw(read_record(RECORD), narrow=narrow)
+picture("weight_streaming", draw, said)
