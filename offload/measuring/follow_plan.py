@@ -395,7 +395,7 @@ class FollowPlan(WatchedLayers):
             if over_bytes is not None and over_bytes <= TOLERANCE * self._budget:
                 return None  # the last plan is good enough
             nothing = learning_schedule(len(self._layers))
-            plans[Among.CHECKPOINTS] = Plan(nothing, profile, link, most_bytes, (*recompute_all(profile),), host_bytes)
+            plans[Among.CHECKPOINTS] = Plan(nothing, profile, link, self._budget, (*recompute_all(profile),), host_bytes)
             if self._recomputed_fits and is_within(self._planned, self._costs.size_of(self._timed_inputs)):
                 _logger.info(
                     "memory_budget = %s is met by no plan: all is recomputed, as while it was measured", budget
