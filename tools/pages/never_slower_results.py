@@ -83,6 +83,7 @@ def never_slower_table(_page: Path) -> str:
     over = [excess for row in budgets if (excess := row["peak_bytes"] / row["budget_bytes"] - 1) > 0]
     if over:
         said += f" {len(over)} of the peaks are above the budget, by at most {max(over):.1%}."
+    said += _predictions(budgets)
     bits = [row for row in rows if row.get("bit_identical") is not None]
     if all(row["bit_identical"] for row in bits):
         said += " Gradients are bit-identical."
@@ -90,6 +91,22 @@ def never_slower_table(_page: Path) -> str:
         said += " Gradients are bit-identical where layers are not compiled."
     meanwhile = f" Meanwhile {record['meanwhile']}." if "meanwhile" in record else ""
     return f"{said}\n\n{markdown_table(shown, left=1)}\n\n{_unsteady(rows)}{meanwhile}\n"
+
+
+def _predictions(budgets: list[Row]) -> str:
+    """How near plans are, before any step was timed under them and after, where the record has both."""
+    both = [row for row in budgets if "first_predicted_s" in row and "predicted_s" in row]
+    if not both:
+        return ""
+
+    def near(name: str, measured: str, within: float) -> int:
+        return sum(abs(row[name] / row[measured] - 1) <= within for row in both)
+
+    return (
+        f" Of {len(both)} plans, {near('predicted_s', 'step_s', 0.05)} say the step to 5%, once microbatches were timed "
+        f"under them ({near('first_predicted_s', 'step_s', 0.05)} before that), and "
+        f"{near('predicted_peak_bytes', 'peak_bytes', 0.02)} the peak to 2%."
+    )
 
 
 @table("never_slower_rows")
