@@ -31,7 +31,7 @@ from offload.recompute.layer_inputs import LayerInputs, same_layout
 from offload.recompute.layer_policies import InputKind, LayerPolicies
 from offload.recompute.learn import Learn, ModuleNames, SavedTensor
 from offload.recompute.policies import KEEP, RECOMPUTE
-from offload.recompute.prove import prove_all, prove_hand_over
+from offload.recompute.prove import memories_of, prove_all, prove_hand_over
 from offload.recompute.run_again import Frame, HandOver, Held
 from offload.recompute.state import CLONED_BYTES, LayerState, Settings, contents_of, states_of
 from offload.recompute.way import Way, list_regions, names_of
@@ -293,7 +293,9 @@ class RegionSet(ActivationSet):
         if self._frame is None:
             return self.pack(tensor)
         self._frame.nodes.append(self._frame.node(self._first_node))
-        handle = DroppedHandle(self._frame, len(self._held), KeptHandle(tensor, self._token))
+        # An alias also of a leaf, which the program may hold: its memory may be on the host while the layer runs again.
+        alias = tensor.detach() if type(tensor) is torch.Tensor and not tensor.requires_grad else tensor
+        handle = DroppedHandle(self._frame, len(self._held), KeptHandle(alias, self._token))
         self._held += (handle,)  # few forwards do this
         return handle
 
@@ -320,7 +322,8 @@ class RegionSet(ActivationSet):
         seconds = [0.0] * len(trace.steps)
         forward_s = 0.0
         if policies.wants_proof and way.reason is None:
-            marks = prove_all(frame, way, learn, originals, backend if policies.measures else None)
+            short = self._is_short(originals)
+            marks = prove_all(frame, way, learn, originals, backend if policies.measures else None, short=short)
             if marks:
                 seconds, forward_s = marks
         if way.again and policies.failures[self._key] < MOST_FAILURES:
@@ -345,6 +348,10 @@ class RegionSet(ActivationSet):
         self._prove(frame, way, originals)
         return way
 
+    def _is_short(self, originals: list[torch.Tensor]) -> bool:
+        """Whether a second run needs more than there is, if it needs twice what the layer saves."""
+        return self._policies.is_short(2 * sum(memory.nbytes() for memory in memories_of(originals).values()))
+
     def _say(self, line: str) -> None:
         if line not in self._policies.said:
             self._policies.said.add(line)
@@ -360,7 +367,9 @@ class RegionSet(ActivationSet):
             and (expected[2] is None or same_layout(tensor, expected[1], expected[2], self._sized))
             for tensor, expected in zip(originals, way.expected[: way.limit], strict=False)
         )
-        proves = same and (not frame.replay.hands_over or prove_hand_over(frame, originals))
+        proves = same and (
+            not frame.replay.hands_over or prove_hand_over(frame, originals, short=self._is_short(originals))
+        )
         if not same or (self._sized and not proves):
             self._policies.forget(self._key)
             frame.strange = True

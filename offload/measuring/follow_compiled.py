@@ -108,6 +108,7 @@ class FollowCompiledPlan(FollowPlan):
         level = logging.WARNING if forward.asked else logging.INFO
         self._log(level, number, f"({type(layer).__name__}) has no compiled regions, so that {instead}: {error}")
         self._policies[number] = learned = learning_policies([layer])[0]
+        learned.is_short = self._is_short
         self.context.set_policies(number, learned)
 
     def _log(self, level: int, number: int, line: str) -> None:

@@ -137,6 +137,8 @@ class FollowPlan(WatchedLayers):
         self._said = False
         """Whether a broken budget was warned of."""
         self._policies = self._learning_policies()
+        for one in self._policies:
+            one.is_short = self._is_short
         self._recompute_all()
 
     @property
@@ -154,6 +156,13 @@ class FollowPlan(WatchedLayers):
 
     def _learning_policies(self) -> list[LayerPolicies]:
         return learning_policies(self._layers)
+
+    def _is_short(self, nbytes: int) -> bool:
+        """Whether the microbatch breaks the budget if it needs so much more now."""
+        if self._compare is None:
+            return False
+        now_bytes = self._peak.now_bytes() + self._gradient_bytes
+        return now_bytes + nbytes > (self._budget or self._left.device_bytes())
 
     def _recompute_all(self) -> None:
         self.context.follow(learning_schedule(len(self._layers)), self._policies)
@@ -270,8 +279,8 @@ class FollowPlan(WatchedLayers):
             if self._compare is None:
                 self._smaller[key] = self._free_plan(profile)
             else:
-                left_bytes = max(0, round((1 - RESERVE) * self._budget) - missing_bytes)
-                self._smaller[key] = relaxed(largest, _with_larger_workspace(profile), left_bytes)
+                known, left_bytes = _with_larger_workspace(profile.beside(missing_bytes)), (1 - RESERVE) * self._budget
+                self._smaller[key] = relaxed(largest, known, left_bytes)
         return self._smaller[key]
 
     def _keep_to_budget(self) -> None:
@@ -395,7 +404,9 @@ class FollowPlan(WatchedLayers):
             if over_bytes is not None and over_bytes <= TOLERANCE * self._budget:
                 return None  # the last plan is good enough
             nothing = learning_schedule(len(self._layers))
-            plans[Among.CHECKPOINTS] = Plan(nothing, profile, link, self._budget, (*recompute_all(profile),), host_bytes)
+            plans[Among.CHECKPOINTS] = Plan(
+                nothing, profile, link, self._budget, (*recompute_all(profile),), host_bytes
+            )
             if self._recomputed_fits and is_within(self._planned, self._costs.size_of(self._timed_inputs)):
                 _logger.info(
                     "memory_budget = %s is met by no plan: all is recomputed, as while it was measured", budget

@@ -132,8 +132,11 @@ class MemoryPeak:
 
     def other_bytes(self) -> int:
         """What is allocated now beside the storages of :meth:`count`, above what was at the start."""
-        earlier_bytes = sum(nbytes for reference, nbytes in self._earlier if not reference.expired())
-        return self._allocated_bytes() - self._start_bytes - earlier_bytes
+        return self.now_bytes() - sum(nbytes for reference, nbytes in self._earlier if not reference.expired())
+
+    def now_bytes(self) -> int:
+        """What is allocated now, above what was at the start."""
+        return self._allocated_bytes() - self._start_bytes
 
     def begin_part(self) -> None:
         """Forget the peak so far; bytes still count above what was allocated at the start."""

@@ -210,8 +210,8 @@ def make_plan(
     return made
 
 
-def relaxed(plan: Plan, profile: Profile, most_bytes: int) -> Plan:
-    """The same plan for inputs of another size: the last layers keep everything, as many as fit."""
+def relaxed(plan: Plan, profile: Profile, most_bytes: float) -> Plan:
+    """The same plan for inputs of another size, by its profile: the last layers keep everything, as many as fit."""
     count = len(profile.layers)
     following = costs_of(profile, plan.link, plan.schedule.offloaded_layers, plan.policies)
     keeping = costs_of(profile, plan.link, ())
@@ -223,7 +223,7 @@ def relaxed(plan: Plan, profile: Profile, most_bytes: int) -> Plan:
     follow = bisect_left(range(count), True, key=fits)
     schedule = _default(min(plan.num_layers, follow), count)
     policies = (*plan.policies[:follow], *[None] * (count - follow))
-    return Plan(schedule, profile, plan.link, most_bytes, policies, plan.max_host_bytes)
+    return replace(plan, schedule=schedule, profile=profile, policies=policies)
 
 
 def _too_little(search: Search, budget: int, host: int | None, *, regions: bool) -> str:

@@ -6,7 +6,7 @@ import itertools
 import time
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
@@ -64,6 +64,8 @@ class LayerPolicies(RegionPolicies):
         self.learned = 0
         self.last: Way | None = None
         self._parameters: list[nn.Parameter] | None = None
+        self.is_short: Callable[[int], bool] = lambda _: False
+        """Whether the device has no room for so many bytes more."""
         self.holds = False
         """Whether what is recomputed is held as long as PyTorch holds what a node has saved."""
         self.clock: Clock | None = None

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import Context
 from functools import partial
 
 import torch
 
-from offload.base.tensors import plain_memory, same_bits, whole
-from offload.base.torch_private import is_compiled, without_modes
+from offload.base.tensors import geometry_of, look_into, plain_memory, same_bits, whole
+from offload.base.torch_private import address_of, is_compiled, without_modes
 from offload.device.backend import Backend
 from offload.recompute.learn import Learn, ModuleNames, Trace
 from offload.recompute.run_again import AnotherWayError, Frame, HandOver, OtherRunError, SavedCheck
@@ -42,12 +43,48 @@ class _Proof(SavedCheck):
 
     def take(self, number: int, tensor: torch.Tensor) -> None:
         with without_modes():  # to compare is none of the layer's operations
-            if not same_bits(self.originals[number], tensor):
+            if not same_bits(self.originals[number].to(tensor.device), tensor):
                 self.differing.add(number)
 
 
+def memories_of(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
+    """The storages of the tensors that :func:`on_host` can move, by their addresses."""
+    found = (plain_memory(one) for one in tensors if type(one) is torch.Tensor and not one.requires_grad)
+    return {address_of(memory): memory for memory in found if memory is not None}
+
+
+@contextmanager
+def on_host(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Have the tensors on the host meanwhile. Storages that somebody else holds stay where they are as well."""
+    tensors = [one for one in tensors if memories_of([one]) and not (one.is_conj() or one.is_neg())]
+    memories = memories_of(tensors)
+    places = [(one, address_of(one.untyped_storage()), geometry_of(one)) for one in tensors]
+    device = tensors[0].device if tensors else None
+    copies = {address: torch.UntypedStorage(memory.nbytes()).copy_(memory) for address, memory in memories.items()}
+    held = {address: weakref.ref(memory) for address, memory in memories.items()}
+    del memories
+    for one, address, geometry in places:
+        one.data = look_into(copies[address], geometry)
+    try:
+        yield
+    finally:
+        for address, copy in copies.items():
+            memory = held[address]()
+            if memory is None:  # allocated by an operation, as a memory meter sees no other memory
+                memory = torch.empty(copy.nbytes(), dtype=torch.uint8, device=device).untyped_storage().copy_(copy)
+            copies[address] = memory
+        for one, address, geometry in places:
+            one.data = look_into(copies[address], geometry)
+
+
 def prove_all(
-    frame: Frame, way: Way, learn: Learn, originals: Sequence[torch.Tensor], backend: Backend | None
+    frame: Frame,
+    way: Way,
+    learn: Learn,
+    originals: Sequence[torch.Tensor],
+    backend: Backend | None,
+    *,
+    short: bool,
 ) -> tuple[list[float], float] | None:
     """Run the whole layer again and find what differs, and why the layer cannot be run again, if it cannot.
 
@@ -57,6 +94,7 @@ def prove_all(
         learn: The mode under which forward ran.
         originals: What forward has saved.
         backend: Measures each operation; ``None`` measures nothing.
+        short: Whether the device has no room for the second run beside the originals, which are on the host meanwhile.
 
     Returns:
         The seconds of each operation, and of the whole forward.
@@ -69,10 +107,14 @@ def prove_all(
     again = Learn(ModuleNames(None), learn.outside, clock=None if backend is None else backend.mark)
     contents = {number: memory.clone() for number, memory in learn.unseen_writes.items()}
     begin = None if backend is None else backend.mark()
+    lacks = False
     try:
         frame.random.update(learn.first_states)
-        # Without the program's context variables: Hugging Face's collect what layers return, and would do so twice.
-        Context().run(frame.run_under, proof, None if is_compiled(frame.layer) else again)
+        with on_host(originals) if short else nullcontext():
+            # Without the program's context variables: Hugging Face's collect what layers return, and would do so twice.
+            Context().run(frame.run_under, proof, None if is_compiled(frame.layer) else again)
+    except torch.OutOfMemoryError as error:
+        lacks, way.reason = not short, str(error)
     except OtherRunError as error:
         way.reason, way.again = f"run again, it {error.what} than before", True
     except Exception as error:  # noqa: BLE001  # whatever the layer raises when it runs again: then it does not
@@ -82,6 +124,9 @@ def prove_all(
         for number in [number for number in contents if learn.same_storage(number, again)]:
             learn.unseen_writes[number].copy_(contents[number])
             way.reason = "forward writes into a tensor that is no attribute of it"
+    if lacks:
+        way.reason = None
+        return prove_all(frame, way, learn, originals, backend, short=True)
     if again.left_behind(learn) and (gc.collect(), again.left_behind(learn))[1]:
         raise RuntimeError(
             f"{type(frame.layer).__name__} cannot be recomputed: a hook, a list or a global variable keeps tensors "
@@ -99,7 +144,7 @@ def prove_all(
     movable = way.droppable()
     written = {number for number in movable if _is_written_later(trace, number)}
     way.differing = proof.differing & set(movable)
-    way.forced = written | _origins(frame, way, originals)
+    way.forced = written | _origins(frame, way, originals, short=short)
     if backend is None:
         return None
     marks = [(step.begin, step.end) for step in again.trace.steps] + [(begin, end)]
@@ -124,7 +169,7 @@ def _find_constants(trace: Trace, learn: Learn, again: Learn) -> None:
             del trace.constants[number]
 
 
-def _origins(frame: Frame, way: Way, originals: Sequence[torch.Tensor]) -> set[int]:
+def _origins(frame: Frame, way: Way, originals: Sequence[torch.Tensor], *, short: bool) -> set[int]:
     """Of the tensors that differ, those that differ by themselves, with what cannot be told from them."""
     trace, forced, differing = way.trace, set[int](), set(way.differing)
     for _ in range(ROUNDS):
@@ -135,33 +180,35 @@ def _origins(frame: Frame, way: Way, originals: Sequence[torch.Tensor]) -> set[i
         forced |= {number for number, saved in enumerate(trace.saved) if saved.storage == storage and saved.movable}
         rest = [number for number in way.droppable() if number not in forced]
         frame.replay = SecondRun(trace, rest)
-        found = _hand_over(frame, originals) if storage in frame.replay.suppliers else None
+        found = _hand_over(frame, originals, short=short) if storage in frame.replay.suppliers else None
         if found is None:
             break
         differing = found
     return forced | differing
 
 
-def prove_hand_over(frame: Frame, originals: Sequence[torch.Tensor]) -> bool:
+def prove_hand_over(frame: Frame, originals: Sequence[torch.Tensor], *, short: bool) -> bool:
     """Run the layer again as backward will, and see whether what is dropped comes out the same."""
-    return _hand_over(frame, originals) == set()
+    return _hand_over(frame, originals, short=short) == set()
 
 
-def _hand_over(frame: Frame, originals: Sequence[torch.Tensor]) -> set[int] | None:
+def _hand_over(frame: Frame, originals: Sequence[torch.Tensor], *, short: bool) -> set[int] | None:
     """The tensors that differ in a second run with what was kept; ``None`` if the run changes that, or fails.
 
     The run is given what was kept, as backward gives it. Copies tell whether the run changes it, and put it back. Where
-    the device has no memory for copies, they are on the host.
+    the device has no memory for copies, they are on the host, and so is what was not kept.
     """
     memories = {number: originals[number].untyped_storage() for number in frame.replay.numbers}
-    for on_host in (False, True):
+    others = [one for number, one in enumerate(originals) if number not in memories]
+    for moves in (True,) if short else (False, True):
         with suppress(torch.OutOfMemoryError):
             pairs = [
-                (memory, torch.UntypedStorage(memory.nbytes()).copy_(memory) if on_host else memory.clone())
+                (memory, torch.UntypedStorage(memory.nbytes()).copy_(memory) if moves else memory.clone())
                 for memory in memories.values()
             ]
             frame.kept = {number: partial(originals.__getitem__, number) for number in memories}
-            return _run_with(frame, originals, pairs)
+            with on_host(others) if moves else nullcontext():
+                return _run_with(frame, originals, pairs)
     return None
 
 

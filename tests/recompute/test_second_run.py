@@ -1490,6 +1490,32 @@ def test_what_the_proof_changes_is_put_back_where_the_device_has_no_memory_for_c
     assert_right(function, lab, ADD)
 
 
+TRIED: list[StorageWeakRef] = []
+
+
+def test_a_device_too_full_for_a_second_run_has_what_the_run_is_compared_with_on_the_host(lab: Lab) -> None:
+    """The memory of what the layer saves, unless the program holds it: views of one storage, and the layer's output."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        if len(TRIED) == 1:
+            assert not TRIED[0].expired()
+            TRIED.append(TRIED[0])
+            raise torch.OutOfMemoryError("no memory is left for a second run")
+        assert len(TRIED) != 2 or TRIED[0].expired()
+        one, other = (x + 1).chunk(2, -1)
+        TRIED.append(StorageWeakRef(one.untyped_storage()))
+        return (one.sin() * other.cos() * w.mean()).repeat(1, 1, 2).exp()
+
+    layers, x = functions(function, lab)
+    TRIED[:] = [StorageWeakRef(x.untyped_storage())] * 3
+    expected = step(layers, x)
+    TRIED.clear()
+    with offloaded(layers, lab, ALL) as handle:
+        for _ in range(3):
+            assert_same(expected, step(layers, x))
+        assert handle.regions(0)["add"] == "recompute"
+
+
 class Masked(nn.Module):
     """A layer with a mask that the layer adds, so that autograd saves no mask."""
 
