@@ -17,11 +17,10 @@ from offload.base.checks import warn_caller
 from offload.recompute.costs import LayerPolicy, RegionProfile
 from offload.recompute.layer_inputs import LayerInputs
 from offload.recompute.learn import Clock
-from offload.recompute.other_sizes import Sizes
 from offload.recompute.policies import RECOMPUTE, SOURCE, Policy, RegionPolicies, matches
 from offload.recompute.second_run import SecondRun
 from offload.recompute.state import Settings
-from offload.recompute.way import Way
+from offload.recompute.way import Sizes, Way
 
 InputKind = tuple[Hashable, Sizes]
 """What tells one kind of input from another, and the sizes of its tensors."""
@@ -99,7 +98,10 @@ class LayerPolicies(RegionPolicies):
             self.forget(key)  # a second run has gone another way in backward
         elif way is not None:
             return way, way.replay
-        found = ((other, other.at_size(key[1])) for other in self._of_kind(key[0]))
+        known = self._of_kind(key[0])
+        if self.measures and len(known) == 1:
+            return None, None  # two sizes tell how the bytes of regions grow
+        found = ((other, other.at_size(key[1])) for other in known if other.reason is None)
         return next((pair for pair in found if pair[1] is not None), (None, None))
 
     def _of_kind(self, kind: Hashable) -> list[Way]:
@@ -109,9 +111,7 @@ class LayerPolicies(RegionPolicies):
     def add(self, key: InputKind, way: Way) -> None:
         if len(self.ways) >= MOST_WAYS:
             del self.ways[next(iter(self.ways))]
-        kind, way.sizes = key
-        if way.reason is None:
-            any(other.pair_with(way, way.sizes, self) for other in self._of_kind(kind))
+        way.sizes = key[1]
         self.ways[key] = self.last = way
         self.learned += 1
 

@@ -1,123 +1,70 @@
-"""The second run of a layer for inputs of a size that was not learned, from two sizes that were.
+"""Results of operations that a second run skips, for inputs of a size that was not learned.
 
-Lengths and batch sizes vary from step to step, and the operations mostly do not. Where a layer has done the same
-operations with inputs of two sizes, each dimension of a result is a linear function of the inputs' size between the two
-and beyond. Only results that the second run skips or hands over need their sizes: what is recomputed has them anyway.
+Lengths and batch sizes vary from step to step, and the operations mostly do not. An operation without memory, on
+PyTorch's meta device, tells the sizes of its results. What is recomputed has its size anyway.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
-from fractions import Fraction
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
-from offload.base.tensors import Geometry
-from offload.recompute.learn import StepResult, Trace
-from offload.recompute.second_run import SecondRun
-
-Sizes = tuple[int, ...]
-"""The dimensions of all tensors among a layer's inputs, in order."""
+from offload.recompute.layer_inputs import same_layout
+from offload.recompute.learn import Step, StepResult
 
 
-def position(one: Sizes, other: Sizes, sizes: Sizes) -> Fraction | None:
-    """Where ``sizes`` are on the line from ``one`` (0) through ``other`` (1); ``None`` if they are not on it."""
-    found: Fraction | None = None
-    for first, second, now in zip(one, other, sizes, strict=True):
-        if first == second:
-            if now != first:
-                return None
-            continue
-        place = Fraction(now - first, second - first)
-        if found is not None and place != found:
-            return None
-        found = place
-    return found
+class _Layout(NamedTuple):
+    """Stands for a tensor."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
 
 
-def differ_in_one(one: Sizes, other: Sizes) -> bool:
-    """Whether one number alone, such as the length of the sequences, can tell two sizes apart."""
-    pairs = {(first, second) for first, second in zip(one, other, strict=True) if first != second}
-    ratios = {Fraction(first, second) for first, second in pairs if second}
-    return len(pairs) > 0 and (len(ratios) == 1 or len({first - second for first, second in pairs}) == 1)
-
-
-def are_alike(one: Trace, other: Trace) -> bool:
-    """Whether two forwards have done the same operations in the same order, with results of other sizes."""
-    return one.zone < 0 and other.zone < 0 and _facts(one) == _facts(other)
-
-
-def _facts(trace: Trace) -> list[object]:
-    """What of a forward no size changes."""
-    return [
-        (trace.given, trace.generators, set(trace.constants)),
-        [
-            (step.operation, step.reads, step.makes, step.writes, step.container, step.draws, step.barrier, step.final)
-            for step in trace.steps
-        ],
-        [len(step.outputs) if step.only_views else [*map(_fact, step.outputs)] for step in trace.steps],
-        [(saved.storage, saved.time, saved.node, saved.dtype, saved.movable) for saved in trace.saved],
-        [(storage.writers, storage.first_seen, storage.unseen) for storage in trace.storages],
-    ]
-
-
-def _fact(result: StepResult) -> tuple[object, ...]:
-    fact: object = None
-    if result.argument is None and result.geometry is None:
-        fact = int if isinstance(result.value, int) else result.value
-    elif result.argument is None and result.geometry is not None:
-        order = _order(result.geometry)
-        # An object of its own is equal to no other: such a result has no size that could be known.
-        fact = result.geometry[0], result.geometry[4:], object() if order is None else order
-    return result.storage, result.device, result.argument, fact
-
-
-def _order(geometry: Geometry) -> list[int] | None:
-    """The dimensions from the innermost to the outermost, if the tensor fills its memory; else ``None``."""
-    _, start, size, stride, *_ = geometry
-    order = sorted(range(len(size)), key=lambda dim: (stride[dim], size[dim]))
-    return order if start == 0 and tuple(stride) == _strides(size, order) else None
-
-
-def _strides(size: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [0] * len(size), 1
-    for dim in order:
-        strides[dim] = step
-        step *= max(1, size[dim])
-    return tuple(strides)
-
-
-def at_size(run: SecondRun, other: Trace, place: Fraction) -> SecondRun | None:
-    """A second run with the results' sizes at a place on the line to ``other``; ``None`` where one is no whole number.
-
-    The traces are those for which :func:`are_alike` holds.
-    """
-    if not run.hands_over:
-        return run
-    found = copy.copy(run)
-    found.results, found.sized = {}, True
-    for time, outputs in run.results.items():
-        pairs = zip(outputs, other.steps[time].outputs, strict=True)
-        sized = [_result_at(one, another, place) for one, another in pairs]
-        if None in sized:
-            return None
-        found.results[time] = tuple(filter(None, sized))
-    return found
-
-
-def _result_at(one: StepResult, other: StepResult, place: Fraction) -> StepResult | None:
-    if one.argument is not None:
-        return one
-    if one.geometry is None or other.geometry is None:
-        if type(one.value) is not int or one.value == other.value:
-            return one
-        value = one.value + (other.value - one.value) * place
-        return one._replace(value=int(value)) if value.denominator == 1 else None
-    size = [first + (second - first) * place for first, second in zip(one.geometry[2], other.geometry[2], strict=True)]
-    order = _order(one.geometry)
-    if order is None or any(length.denominator != 1 or length < 0 for length in map(Fraction, size)):
+def at_size(step: Step, args: Any, kwargs: dict[str, Any]) -> tuple[StepResult, ...] | None:
+    """The results of a learned operation with arguments of another size; ``None`` where they are not known."""
+    results = step.outputs
+    if all((one.geometry is None or one.argument is not None) and not isinstance(one.value, int) for one in results):
+        return results
+    try:
+        made = _results(step.operation.function, _layout(args), tuple(kwargs), _layout((*kwargs.values(),)))
+    except Exception:  # noqa: BLE001  # whatever an operation raises that cannot run there
         return None
-    lengths = [int(length) for length in size]
-    geometry = (*one.geometry[:2], torch.Size(lengths), _strides(lengths, order), *one.geometry[4:])
-    return one._replace(geometry=geometry)
+    found = [_resized(learned, result) for learned, result in zip(results, made, strict=True)]
+    return None if None in found else tuple(filter(None, found))
+
+
+def _resized(learned: StepResult, result: Any) -> StepResult | None:
+    if learned.argument is not None:
+        return learned
+    if learned.geometry is None:
+        return None if isinstance(result, torch.Tensor) else learned._replace(value=result)
+    dtype, _, size, stride, *flags = learned.geometry
+    # The device may lay results out in another order than operations without memory say.
+    if result.dim() != len(size) or not same_layout(result, size, stride, sized=True):
+        return None
+    return learned._replace(geometry=(dtype, result.storage_offset(), result.size(), result.stride(), *flags))
+
+
+@lru_cache(4096)  # layers of one kind run the same operations
+def _results(function: Any, args: Any, names: tuple[str, ...], values: Any) -> Any:
+    made = function(*_on_meta(args), **dict(zip(names, _on_meta(values), strict=True)))
+    return made if isinstance(made, (tuple, list)) else [made]
+
+
+def _layout(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _Layout(value.size(), value.stride(), value.dtype)
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_layout, value))
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    return None if isinstance(value, torch.Generator) else value
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, _Layout):
+        return torch.empty_strided(value.size, value.stride, dtype=value.dtype, device="meta")
+    return [_on_meta(item) for item in value] if isinstance(value, tuple) else value

@@ -35,6 +35,7 @@ from offload.base.torch_private import (
 )
 from offload.recompute.layer_inputs import with_tensors
 from offload.recompute.learn import LayerMode, StepResult, is_counted
+from offload.recompute.other_sizes import at_size
 from offload.recompute.second_run import NOTHING, SecondRun
 from offload.recompute.state import LayerState, Settings, drawn_again
 
@@ -313,10 +314,15 @@ class HandOver(LayerMode):
         ):
             return self._run_other(function, args, kwargs or {})
         self._time = time + 1
-        outputs = self._results.get(time)
-        if outputs is None:
+        if time not in self._results:
             call = step.operation.call
             return call(*args, **kwargs) if kwargs else call(*args)
+        outputs = self._results[time]
+        if outputs is None:
+            outputs = self._results[time] = at_size(step, args, kwargs or {})
+            if outputs is None:
+                self._frame.replay.unsized.append(time)
+                raise AnotherWayError
         results = [self._made(output, args) for output in outputs]
         return results[0] if step.container is None else step.container(results)
 

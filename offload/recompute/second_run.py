@@ -8,9 +8,10 @@ memory that no executed operation reads.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterable
 
-from offload.recompute.learn import Trace
+from offload.recompute.learn import StepResult, Trace
 
 
 class SecondRun:
@@ -62,12 +63,14 @@ class SecondRun:
         """Whether operations after those of the plan may be others each time."""
         self.steps = steps[:zone] if self.may_change else steps
         """The operations in their order."""
-        self.results = {
+        self.results: dict[int, tuple[StepResult, ...] | None] = {
             time: step.outputs
             for time, step in enumerate(self.steps)
             if skips and time not in executed and not step.only_views
         }
-        """What is given in place of the results of operations that do not run."""
+        """What is given in place of the results of operations that do not run; ``None`` until their size is known."""
+        self.unsized: list[int] = []
+        """Operations that must run with inputs of another size, as nobody else knows the size of their results."""
         last = max((trace.saved[number].time for number in self.dropped), default=0)
         self.hands_over = any(time < last for time in self.results)
         """Whether anything is skipped or handed over before the last dropped tensor; else no mode is needed."""
@@ -87,6 +90,13 @@ class SecondRun:
             if saved.storage in self.suppliers
         }
         """For each saved tensor whose storage is handed over, the number of the one that supplies it."""
+
+    def at_other_size(self) -> SecondRun:
+        """The same for inputs of a size that was not learned."""
+        found = copy.copy(self)
+        found.sized, found.hands_over = True, self.hands_over and not self.unsized
+        found.results = dict.fromkeys(self.results) if found.hands_over else {}
+        return found
 
 
 def _kept_storages(trace: Trace, dropped: Collection[int]) -> dict[int, int]:

@@ -11,10 +11,12 @@ import torch
 from offload.recompute.costs import RegionProfile
 from offload.recompute.learn import Trace
 from offload.recompute.operations import EMPTY
-from offload.recompute.other_sizes import Sizes, are_alike, at_size, differ_in_one, position
 from offload.recompute.policies import KEEP, OFFLOAD, RECOMPUTE, REST, SOURCE, UNSEEN, Policy, RegionPolicies
 from offload.recompute.second_run import NOTHING, SecondRun
 from offload.recompute.state import LayerState
+
+Sizes = tuple[int, ...]
+"""The dimensions of all tensors among a layer's inputs, in order."""
 
 PROVEN_SIZES = 2
 """So many of the sizes that were not learned are compared bit by bit before the next ones are trusted."""
@@ -75,10 +77,6 @@ class Way:
         """Numbers of the inputs that autograd saves, and that are offloaded."""
         self.rest = KEEP
         """What happens to what is saved after the operation from which the way depends on data."""
-        self.partner: tuple[Sizes, Trace] | None = None
-        """A forward with inputs of another size that did the same operations."""
-        self.any_size = False
-        """Whether such a forward is known, so that all of the operations can run again with inputs of any size."""
         self.unproven_sizes = PROVEN_SIZES
         """How many sizes that were not learned are still to be proven."""
         self.sizes: Sizes = ()
@@ -87,38 +85,20 @@ class Way:
         """The same in a CUDA graph, where no random numbers are drawn again."""
 
     def at_size(self, sizes: Sizes) -> SecondRun | None:
-        """The second run for inputs of a size that was not learned; ``None`` where it is not known."""
-        if not self.any_size:
-            return None
+        """The second run for inputs of a size that was not learned; ``None`` where that must be learned."""
         if sizes not in self._replays:
             if len(self._replays) >= MOST_SIZES:
                 self._replays.clear()
-            place = None if self.partner is None else position(self.sizes, self.partner[0], sizes)
-            if self.partner is not None and place is not None:
-                self._replays[sizes] = at_size(self.replay, self.partner[1], place)
-            else:
-                # A side of 1 may be expanded, or need no copy to be flattened: then the operations are others.
-                alike = not self.replay.hands_over and [one == 1 for one in sizes] == [one == 1 for one in self.sizes]
-                self._replays[sizes] = self.replay if alike else None
+            # A side of 1 may be expanded, or need no copy to be flattened: then the operations are others, which only
+            # a second run that hands over something would see.
+            alike = self.replay.hands_over or [one == 1 for one in sizes] == [one == 1 for one in self.sizes]
+            self._replays[sizes] = self.replay.at_other_size() if alike and self.trace.zone < 0 else None
         found = self._replays[sizes]
-        return None if found is None or (found.sized and found.wrong) else found
+        return None if found is None or found.wrong else found
 
     def learn_size(self, sizes: Sizes) -> None:
         """A forward with inputs of this size has gone another way: the next one is learned."""
         self._replays[sizes] = None
-
-    def pair_with(self, other: Way, sizes: Sizes, policies: RegionPolicies) -> bool:
-        """Take another size's forward as the second one, if it did the same operations, and one number tells which."""
-        if self.partner or not are_alike(self.trace, other.trace):
-            return False
-        self.any_size = True
-        if differ_in_one(self.sizes, sizes):
-            self.partner = sizes, other.trace
-        if not other.forced <= self.forced or not other.hands_over:
-            self.forced |= other.forced
-            self.hands_over = self.hands_over and other.hands_over
-            self.settle(policies)
-        return self.partner is not None
 
     def droppable(self) -> list[int]:
         """The numbers of the saved tensors that may be dropped, where the layer can be run again."""
