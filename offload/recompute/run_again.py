@@ -125,6 +125,16 @@ class Frame:
         self.recomputed: dict[int, torch.Tensor] = {}
         self.lock = threading.RLock()
 
+    @property
+    def name(self) -> str:
+        return type(self.layer).__name__
+
+    def other(self, what: str) -> Exception:
+        """The second run is not what forward was; where something is handed over, it is tried again without."""
+        if self.replay.hands_over and not self.strange:
+            return AnotherWayError()
+        return OtherRunError(self.name, what)
+
     def read(self, constants: Iterable[torch.Tensor]) -> None:
         """Note how often each tensor that forward reads and that is no input was changed in place."""
         self.readings = self.state.readings(self.before, constants)
@@ -144,7 +154,7 @@ class Frame:
             if number not in self.recomputed:
                 if self.inputs is None:
                     raise RuntimeError(
-                        f"a tensor that {_name(self.layer)} has saved was asked for again after its backward; call "
+                        f"a tensor that {self.name} has saved was asked for again after its backward; call "
                         "backward(retain_graph=True) to go through a graph twice."
                     )
                 with self.timed():
@@ -165,7 +175,7 @@ class Frame:
                 self.strange = self.replay.wrong = True  # a result of a wrong size fails in the operation that reads it
         if self.replay.communicates:
             raise RuntimeError(
-                f"{_name(self.layer)} cannot be recomputed: run again in backward, it takes another way than in "
+                f"{self.name} cannot be recomputed: run again in backward, it takes another way than in "
                 "forward, and would communicate once more, which other ranks need not do. Keep or offload this layer: "
                 'policies={"*": "offload"}.'
             )
@@ -175,7 +185,7 @@ class Frame:
         """Raise as autograd does if what forward has read was changed in place; and if compiled code would not run."""
         if self.compiled not in (None, compiles()):
             raise RuntimeError(
-                f"{_name(self.layer)} cannot be recomputed: PyTorch runs no compiled code under a dispatch mode, as a "
+                f"{self.name} cannot be recomputed: PyTorch runs no compiled code under a dispatch mode, as a "
                 "memory meter on the CPU is one, which surrounds forward alone, or backward alone. Let the mode "
                 "surround both, or neither."
             )
@@ -185,7 +195,7 @@ class Frame:
                 shape = f" of shape {list(tensor.shape)}" if tensor.numel() else ""
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"a {what}{shape}, which the recomputation of {_name(self.layer)} reads, is at version "
+                    f"a {what}{shape}, which the recomputation of {self.name} reads, is at version "
                     f"{tensor._version}; expected version {version} instead. Run backward before it is changed, change "
                     "a clone of it, or keep or offload what is computed from it."
                 )
@@ -198,8 +208,6 @@ class Frame:
 
     def run_under(self, check: SavedCheck, mode: TorchDispatchMode | None) -> None:
         """Run the layer as it ran in forward, under a dispatch mode; ``check`` gets what autograd saves."""
-        if self.inputs is None:
-            raise AssertionError("a frame is run before it is emptied")
         given = [
             held().detach().requires_grad_(needs) for held, needs in self.held
         ]  # leaves: forward has its own graph
@@ -257,9 +265,9 @@ class SavedCheck:
         number = self._number
         self._number = number + 1
         if number >= len(self._nodes):
-            raise _other(self.frame, "saves more tensors")
+            raise self.frame.other("saves more tensors")
         if not self._blind and next_node() - self.first_node != self._nodes[number]:
-            raise _other(self.frame, f"makes other operations before saved tensor {number}")
+            raise self.frame.other(f"makes other operations before saved tensor {number}")
         supplier = self._arrivals.get(number)
         if supplier is not None and address_of(tensor.untyped_storage()) != self.storages.get(supplier):
             raise AnotherWayError
@@ -267,13 +275,13 @@ class SavedCheck:
         if expected is not None:
             if tensor.shape != expected[0] or tensor.dtype is not expected[1]:
                 what = f"saves {tensor.dtype} {list(tensor.shape)} as tensor {number}, not {expected}"
-                raise _other(self.frame, what)
+                raise self.frame.other(what)
             self.take(number, tensor)
             self._missing -= 1
             if not self._missing and not self._to_the_end:
                 raise AllThereError
         elif self._compares and number in self.frame.kept and not same_bits(self.frame.kept[number](), tensor):
-            raise _other(self.frame, f"computes other values as saved tensor {number}")
+            raise self.frame.other(f"computes other values as saved tensor {number}")
 
     def take(self, number: int, tensor: torch.Tensor) -> None:
         """A dropped tensor was recomputed."""
@@ -281,7 +289,7 @@ class SavedCheck:
 
     def end(self) -> None:
         if self._missing:
-            raise _other(self.frame, "saves fewer tensors")
+            raise self.frame.other("saves fewer tensors")
         # Not in the run, where a dispatch mode would see it.
         self.found = {number: one if one.is_leaf else one.detach() for number, one in self.found.items()}
 
@@ -301,9 +309,8 @@ class HandOver(LayerMode):
         self._steps, self._results, self._may_change = replay.steps, replay.results, replay.may_change
         self._suppliers, self._sized = replay.suppliers, replay.sized
         self._time = 0
-        self._empty: set[int] = set()
-        """The addresses of memory that nothing may read; only asked where the order of operations may change."""
-        self._alive: list[torch.Tensor] = []
+        self._empty: dict[int, torch.Tensor] = {}
+        """Memory that nothing may read, by address; only asked where the order of operations may change."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         time = self._time
@@ -334,7 +341,7 @@ class HandOver(LayerMode):
             if time < len(self._steps) or not self._may_change:
                 raise AnotherWayError
             given = tensors_of([*args, *kwargs.values()])
-            if self._empty and any(address_of(tensor.untyped_storage()) in self._empty for tensor in given):
+            if any(address_of(tensor.untyped_storage()) in self._empty for tensor in given):
                 raise AnotherWayError
         return function(*args, **kwargs)
 
@@ -353,8 +360,7 @@ class HandOver(LayerMode):
             return kept.detach() if geometry_of(kept) == output.geometry else look_into(memory, output.geometry)
         made = _unfilled(output.geometry, output.device)
         if self._may_change:
-            self._empty.add(address_of(made.untyped_storage()))
-            self._alive.append(made)
+            self._empty[address_of(made.untyped_storage())] = made
         return made
 
 
@@ -365,14 +371,3 @@ def _unfilled(geometry: Geometry, device: torch.device | None) -> torch.Tensor:
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
     last = sum((length - 1) * step for length, step in zip(size, stride, strict=True)) if all(size) else 0
     return torch.empty(int(start) + last + 1, dtype=dtype, device=device).as_strided(size, stride, start)
-
-
-def _name(layer: nn.Module) -> str:
-    return type(layer).__name__
-
-
-def _other(frame: Frame, what: str) -> Exception:
-    """The second run is not what forward was; where something is handed over, it is tried again without."""
-    if frame.replay.hands_over and not frame.strange:
-        return AnotherWayError()
-    return OtherRunError(_name(frame.layer), what)

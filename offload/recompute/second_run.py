@@ -51,8 +51,8 @@ class SecondRun:
         if executed & forbidden:
             every = _kept_storages(trace, ())
             for number in self.dropped:
-                others = [storage for storage in every if storage != trace.saved[number].storage]
-                if _slice(trace, [number], {storage: every[storage] for storage in others}) & forbidden:
+                others = every.keys() - {trace.saved[number].storage}
+                if _slice(trace, [number], others) & forbidden:
                     self.impossible.add(number)  # those that depend on it through such a tensor may be possible then
             self.impossible = self.impossible or set(self.dropped)
         self.sized = False

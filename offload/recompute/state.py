@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -188,27 +187,15 @@ class LayerState:
     @contextmanager
     def as_in(self, snapshot: Snapshot) -> Iterator[None]:
         """The state of a snapshot; afterwards everything is as it is now."""
-        if self._is_now(snapshot):
-            present = snapshot
-        else:
-            present, wanted = [part.copy() for part in self._dicts], list(snapshot)
-            for index, key in self._cloned:
-                if key in wanted[index]:  # the run writes into it, and there may be another run
-                    wanted[index] = {**wanted[index], key: wanted[index][key].clone()}
-            self._set(wanted, keep=self._forgotten)
+        present, wanted = [part.copy() for part in self._dicts], list(snapshot)
+        for index, key in self._cloned:
+            if key in wanted[index]:  # the run writes into it, and there may be another run
+                wanted[index] = {**wanted[index], key: wanted[index][key].clone()}
+        self._set(wanted, keep=self._forgotten)
         try:
             yield
         finally:
-            if not self._is_now(present):
-                self._set(present, keep=())
-
-    def _is_now(self, snapshot: Snapshot) -> bool:
-        """Whether a snapshot holds the same objects as the state does now."""
-        # All at once, as each backward waits for it; objects by identity, see _same_objects.
-        flat = chain.from_iterable
-        return [*flat(self._dicts)] == [*flat(snapshot)] and all(
-            map(is_, flat(map(dict.values, self._dicts)), flat(map(dict.values, snapshot)))
-        )
+            self._set(present, keep=())
 
     def _set(self, wanted: Snapshot, keep: Iterable[tuple[int, str]]) -> None:
         kept = set(keep)

@@ -827,6 +827,22 @@ def test_what_differs_is_kept_and_what_is_behind_it_is_recomputed(
     assert len([line for line in caplog.messages if "comes out with other bits" in line]) == 1
 
 
+def test_what_differs_by_itself_behind_what_differs(lab: Lab, unplanned: set[str]) -> None:
+    """The second operation must run again, as its result is not saved: nothing behind the first one is recomputed."""
+    unplanned.add("comes out with other bits")
+    layers, x = functions(lambda x, w: counted(counted(x * 2).sin()).tanh().exp() - (x + 1).sin(), lab)
+
+    def run() -> list[torch.Tensor]:
+        _COUNT[0] = 0
+        return gradients(leaves_of(layers[:1], x), lambda: loss_of(layers[0](x)).backward())
+
+    expected = run()
+    with offloaded(layers, lab) as handle:
+        for _ in range(3):
+            assert_same(expected, run())
+        assert [handle.regions(0)[name] for name in ("tanh", "exp", "mul")] == ["offload", "offload", "recompute"]
+
+
 BITS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "not a number": lambda x: x.log().nan_to_num(),
     "conjugated": lambda x: torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))).exp().conj() ** 2),
