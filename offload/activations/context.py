@@ -66,13 +66,15 @@ class OffloadContext(ContextDecorator):
         device: torch.device | str | int | None = None,
         max_host_bytes: int | str | None = None,
         policies: Sequence[LayerPolicies | None] = (),
+        enabled: bool = True,
     ) -> None:
         selective.patch_pytorch()
         torch_private.leave_to_interpreter()
         backend = get_backend(device)
         self.model_layers = model_layers
         self.microbatch = -1  # number of the round that began last, counted from 0
-        self.skipped = False  # whether the context did nothing when it was entered last
+        self.enabled = enabled
+        self.skipped = not enabled  # whether the context did nothing when it was entered last
         self._min_bytes = parse_bytes(min_bytes, "min_bytes")
         most = None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes")
         self._transfers = Transfers(backend, get_host_pool(backend), most)
@@ -213,7 +215,7 @@ class OffloadContext(ContextDecorator):
     def has_nothing_to_do(self) -> bool:
         """Whether entering the context does nothing: there is no backward to save for, or no memory to move."""
         return (
-            not torch.is_grad_enabled()
+            not (self.enabled and torch.is_grad_enabled())
             or torch_private.in_backward()
             or torch_private.is_traced()
             or torch_private.is_transformed()
@@ -259,7 +261,7 @@ class OffloadContext(ContextDecorator):
 
     def stats(self) -> OffloadStats:
         """A frozen snapshot of what has moved so far."""
-        return self._transfers.stats()
+        return self._transfers.stats() if self.enabled else OffloadStats()
 
     def limit_host(self, max_host_bytes: int | None) -> None:
         self._transfers.max_host_bytes = max_host_bytes

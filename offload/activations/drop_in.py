@@ -8,30 +8,15 @@ import torch
 
 from offload.activations.activation_set import ActivationSet, OffloadState, OffloadStateError
 from offload.activations.context import DEFAULT_MIN_BYTES, LayerOutput, OffloadContext
-from offload.activations.stats import OffloadStats
 from offload.base.checks import check_int, check_type, is_int
 from offload.device.backend import Stream
-from offload.schedule.schedule import Schedule, SynchronizationDict, check_schedule
+from offload.schedule.schedule import Schedule, check_schedule
 
 
 class SyncFunction(Protocol):
     """Marks a layer's output, and returns it."""
 
     def __call__(self, output: LayerOutput, /) -> LayerOutput: ...
-
-
-class DisabledContext(OffloadContext):
-    """A context that is not enabled: it does nothing, and counts nothing."""
-
-    def __init__(self, model_layers: int) -> None:
-        super().__init__(Schedule(1), model_layers, device="cpu")
-        self.skipped = True
-
-    def has_nothing_to_do(self) -> bool:
-        return True
-
-    def stats(self) -> OffloadStats:
-        return OffloadStats()
 
 
 @overload
@@ -63,7 +48,6 @@ def get_cpu_offload_context(  # type: ignore[misc]  # options are any here, and 
     retain_pinned_cpu_buffers: bool = False,
     offload_stream: Stream | None = None,
     *,
-    synchronization_dict: SynchronizationDict | None = None,
     schedule: Schedule | None = None,
     min_bytes: int | str = DEFAULT_MIN_BYTES,
     device: torch.device | str | int | None = None,
@@ -91,7 +75,6 @@ def get_cpu_offload_context(  # type: ignore[misc]  # options are any here, and 
         manual_synchronization: Return a :class:`ManualOffloadSynchronizer` too, and move only what it is told to.
         retain_pinned_cpu_buffers: Accepted for compatibility; host buffers are always kept for the next step.
         offload_stream: Accepted for compatibility; copies run on the device's two copy streams, one per direction.
-        synchronization_dict: As :meth:`Schedule.from_synchronization_dict` takes it.
         schedule: A schedule of your own, in place of the default one.
         min_bytes: Storages smaller than this are kept on the device; bytes, or a text such as ``"1MiB"``.
         device: The device whose activations move; the current accelerator by default, and the CPU where there is none.
@@ -103,7 +86,7 @@ def get_cpu_offload_context(  # type: ignore[misc]  # options are any here, and 
     """
     check_type("enabled", enabled, bool, "True or False")
     if not enabled:
-        nothing = DisabledContext(model_layers)
+        nothing = OffloadContext(Schedule(1), model_layers, device="cpu", enabled=False)
         return (nothing, nothing.sync, ManualOffloadSynchronizer(nothing))[: 2 + manual_synchronization]
     if offload_weights:
         raise ValueError(
@@ -114,14 +97,10 @@ def get_cpu_offload_context(  # type: ignore[misc]  # options are any here, and 
         raise ValueError("offload_activations must be True if enabled, got False; pass enabled=False to turn it off.")
     if schedule is not None:
         check_schedule(schedule)
-    if schedule is not None and synchronization_dict is not None:
-        raise ValueError("schedule and synchronization_dict exclude each other; give one.")
     if manual_synchronization:
-        if schedule is not None or synchronization_dict is not None:
-            raise ValueError("manual_synchronization=True takes no schedule and no synchronization_dict; choose one.")
+        if schedule is not None:
+            raise ValueError("manual_synchronization=True takes no schedule; choose one.")
         check_int("model_layers", model_layers, least=1)
-    elif synchronization_dict is not None:
-        schedule = Schedule.from_synchronization_dict(synchronization_dict, model_layers)
     elif schedule is None:
         if num_layers is None:
             raise ValueError("num_layers must be the number of layers to offload, got None")
@@ -193,7 +172,7 @@ class ManualOffloadSynchronizer:
         self, call: str, layer: int, microbatch: int | None, needed: OffloadState | None = None
     ) -> ActivationSet | None:
         """The activation set that a call means; ``None`` if there is nothing to move."""
-        if isinstance(self._context, DisabledContext):
+        if not self._context.enabled:
             return None
         layers, newest = self._context.model_layers, self.microbatch
         if not is_int(layer, 0, layers - 1):

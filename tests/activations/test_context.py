@@ -94,19 +94,9 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"manual_synchronization": True, "schedule": Schedule(3)},
         ValueError,
-        r"manual_synchronization=True takes no schedule and no synchronization_dict",
-    ),
-    (
-        {"schedule": Schedule(3), "synchronization_dict": {}},
-        ValueError,
-        r"schedule and synchronization_dict exclude each other; give one",
+        r"manual_synchronization=True takes no schedule",
     ),
     ({"schedule": Schedule(4)}, ValueError, r"model_layers must be the schedule's, 4, got 3"),
-    (
-        {"synchronization_dict": {0: (True, 0, False, 0)}},
-        ValueError,
-        r"layer 0: \(True, 0, False, 0\) is refused: it is released before F0, which is not after its own forward",
-    ),
     ({"device": "meta"}, ValueError, r"device must be on this machine \(.*\), got 'meta'; leave it out"),
 ]
 
@@ -123,7 +113,6 @@ def test_schedules_of_ones_own(lab: Lab) -> None:
     layers, x = build("decoder", 4, lab.device)
     expected = step_gradients(layers, x)
     for options in (
-        {"synchronization_dict": entries},
         {"schedule": Schedule.from_synchronization_dict(entries, 4)},
         {"schedule": Schedule.from_synchronization_dict(entries, 4), "num_layers": None, "model_layers": 1},
     ):
