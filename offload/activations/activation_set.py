@@ -15,7 +15,7 @@ from offload.activations.handles import KeptHandle, MovedHandle, SavedHandle, Su
 from offload.activations.saved_storage import SavedStorage, watched
 from offload.activations.what_moves import SMALL, Parts, Rules, decide
 from offload.base import trace
-from offload.base.torch_private import address_of, next_node, pop_hooks, push_hooks
+from offload.base.torch_private import next_node, pop_hooks, push_hooks
 from offload.device.backend import Event, Stream, Wait
 
 EVENT_BYTES = 1 << 24  # reloads share an event until there are so many bytes, which take the link 0.3 ms
@@ -51,8 +51,8 @@ _REMEDY = {
 }
 
 
-class Saved(dict[int, "weakref.ref[SavedStorage]"]):
-    """The storages that one microbatch has saved, by address, and those that the operation at work has saved.
+class Saved(weakref.WeakKeyDictionary[torch.UntypedStorage, "weakref.ref[SavedStorage]"]):
+    """The storages that one microbatch has saved, by the program's memory, and those of the operation at work.
 
     All weakly: a storage that the graph has let go of is not copied any more. Autograd may save a tensor before the
     kernel has run that writes it: ``rrelu`` saves its noise first and draws it then, without a change of its version.
@@ -188,12 +188,12 @@ class ActivationSet:
 
     def _storage_of(self, tensor: torch.Tensor, maker: type, changes: int) -> SavedStorage:
         """The storage of a tensor that is offloaded, which moves with this set from now on."""
-        address = address_of(tensor.untyped_storage())
-        reference = self._known.get(address)
+        memory = tensor.untyped_storage()
+        reference = self._known.get(memory)
         storage = None if reference is None else reference()
         if storage is None or not storage.same_bytes(tensor, changes):
             storage = SavedStorage(tensor, maker, self.transfers, self.layer, stays=self._stays, changes=changes)
-            self._known[address] = reference = weakref.ref(storage)
+            self._known[memory] = reference = weakref.ref(storage)
             self._storages.append(reference)
         elif storage.layer != self.layer:
             # It stays in the earlier set's list as well, where its layer's number lets it be passed over. An interrupt

@@ -18,6 +18,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,11 +27,7 @@ from offload.activations.copies import NO_HOST_MEMORY, CopyBatch, Reload, Transf
 from offload.base import tensors, trace
 from offload.base.torch_private import (
     TorchDispatchMode,
-    address_of,
-    free_weak_storage,
-    is_expired,
     keep_versions,
-    weak_storage,
     without_modes,
     without_torch_function,
 )
@@ -51,7 +48,6 @@ class SavedStorage:
     ready: Event | None = None  # `memory` is complete after it; `None` while it may be written, and if kept
     resized = False  # whether the program has resized the memory: then the storage is never copied
     counted = False  # whether `memory` is among the resident bytes of offloaded layers
-    original: Any = None  # weakly the program's memory: while this lives, no other storage has the same address
     tensors = 0  # saved tensors that look into the storage
 
     # No dataclass, whose generated __init__ costs more, and is in no file: the compiler would compile it.
@@ -65,7 +61,7 @@ class SavedStorage:
         self.changes = changes  # how often wrappers around the tensor were changed, which its version does not tell
         memory = tensor.untyped_storage()
         self.nbytes = memory.nbytes()
-        self.original = weak_storage(memory)
+        self.original = weakref.ref(memory)  # the program's
         self.version = tensor._version
         # At version 0 nothing was changed yet, through whichever tensor: there is nothing to tell apart.
         self.versions = version_counter(tensor) if self.version else None
@@ -78,8 +74,6 @@ class SavedStorage:
             self.transfers.backend.wait(reload.stream, reload.done, Wait.UNREAD)
         self._give_host_back()
         self._let_memory_go()
-        if self.original is not None:
-            free_weak_storage(self.original)
 
     def same_bytes(self, tensor: torch.Tensor, changes: int) -> bool:
         """Whether ``tensor``, over the same storage, was not changed in place since it was saved here."""
@@ -126,7 +120,7 @@ class SavedStorage:
         host = self.host
         if self.memory is not None or host is None:
             return
-        if not is_expired(self.original):
+        if self.original() is not None:
             self.transfers.waste(self.nbytes, self.maker)
         self.reload = reload
         self.memory = landing  # from here on another thread may read it
@@ -217,15 +211,16 @@ class _Nothing(TorchDispatchMode):
         return torch.empty(0, device="cpu")
 
 
-watched: weakref.WeakValueDictionary[int, dict[int, weakref.ref[SavedStorage]]] = weakref.WeakValueDictionary()
-"""The storages of each microbatch, by address, to find those that are resized. Weakly, as the graphs own the
-microbatches; by identity, as a dict cannot be hashed."""
+watched: weakref.WeakValueDictionary[int, Mapping[torch.UntypedStorage, weakref.ref[SavedStorage]]]
+watched = weakref.WeakValueDictionary()
+"""The storages of each microbatch, to find those that are resized. Weakly, as the graphs own the microbatches; by
+identity, as a dictionary cannot be hashed."""
 
 
 def give_up_resized(storage: torch.UntypedStorage) -> None:
     """The program is about to resize a storage: autograd reads what the program puts there."""
     for known in tuple(watched.values()):
-        reference = known.get(address_of(storage))
+        reference = known.get(storage)
         saved = None if reference is None else reference()
         if saved is not None:
             saved.give_up(storage)

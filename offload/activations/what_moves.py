@@ -11,13 +11,13 @@ autograd the tensors inside.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from offload.base.torch_private import CAST_NODE, RESHAPED_NODE, address_of
+from offload.base.torch_private import CAST_NODE, RESHAPED_NODE
 
 Rebuild = Callable[[list[torch.Tensor]], torch.Tensor]
 """It must not hold the tensors that were taken out of the object: they are to be freed meanwhile."""
@@ -30,23 +30,8 @@ class Parts(NamedTuple):
     rebuild: Rebuild
 
 
-class _Exclusions(dict[int, tuple[str, StorageWeakRef]]):
-    """Why storages are kept, by address; expired ones are dropped whenever the number has doubled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._prune_at = 1024
-
-    def add(self, storage: torch.UntypedStorage, reason: str) -> None:
-        if len(self) >= self._prune_at:
-            for key in [key for key, (_, known) in self.items() if known.expired()]:
-                del self[key]
-            self._prune_at = 2 * len(self) + 1024
-        # While the weak reference lives, no other storage can have the same address.
-        self[address_of(storage)] = (reason, StorageWeakRef(storage))
-
-
-_excluded = _Exclusions()
+_excluded: weakref.WeakKeyDictionary[torch.UntypedStorage, str] = weakref.WeakKeyDictionary()
+"""Why storages are kept."""
 
 SMALL = "small"  # why a storage below `min_bytes` is kept, in `stats().skipped`
 
@@ -56,8 +41,7 @@ _Tensor, _strided = torch.Tensor, torch.strided  # found faster, and every saved
 def exclude(tensor: torch.Tensor, reason: str) -> str:
     """Remember, and return, why the storages that ``tensor`` is made of are kept, whatever looks into them."""
     for storage in _storages_in(tensor):
-        if address_of(storage) not in _excluded:
-            _excluded.add(storage, reason)
+        _excluded.setdefault(storage, reason)
     return reason
 
 
@@ -93,7 +77,7 @@ class Rules(NamedTuple):
 
     device: torch.device  # tensors elsewhere are left alone
     min_bytes: int  # storages below this size are kept
-    only: Container[int] | None = None  # if given, storages at other addresses are kept, whatever the reason
+    only: Container[torch.UntypedStorage] | None = None  # if given, other storages are kept, whatever the reason
 
 
 def decide(tensor: torch.Tensor, rules: Rules) -> str | Parts | type:
@@ -109,12 +93,11 @@ def decide(tensor: torch.Tensor, rules: Rules) -> str | Parts | type:
     nbytes = memory.nbytes()
     if nbytes < rules.min_bytes or not nbytes:
         return SMALL
-    key = address_of(memory)
-    if rules.only is not None and key not in rules.only:
+    if rules.only is not None and memory not in rules.only:
         return "unknown"
-    exclusion = _excluded.get(key)
+    exclusion = _excluded.get(memory)
     if exclusion is not None:
-        return exclusion[0]
+        return exclusion
     if tensor.device != rules.device:
         return "device"
     if tensor.is_quantized or tensor.is_nested:
@@ -176,7 +159,7 @@ def _is_inside_parameter(tensor: torch.Tensor) -> bool:
     parameter = _parameter_of(node)
     if parameter is None or type(tensor) is not torch.Tensor:
         return False
-    return address_of(tensor.untyped_storage()) in map(address_of, _storages_in(parameter))
+    return tensor.untyped_storage() in _storages_in(parameter)
 
 
 def parts_of(tensor: torch.Tensor) -> Parts | None:

@@ -230,9 +230,7 @@ attention_kernels = [_find(f"_C._get_{kind}_sdp_enabled") for kind in ("flash", 
 
 address_of: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
 """What tells a storage from all others while it lives: the address of PyTorch's own object."""
-# What StorageWeakRef of torch.multiprocessing does in three times as long, as each saved storage needs one.
-weak_storage, is_expired = _find("UntypedStorage._weak_ref"), _find("UntypedStorage._expired")
-free_weak_storage, negated = _find("UntypedStorage._free_weak_ref"), _find("_neg_view")  # its elements' other sign
+negated = _find("_neg_view")  # a tensor with its elements' other sign
 raw_stream = _find("_C._cuda_getCurrentRawStream")  # the handle of the current stream of a device, given by its index
 spin = _find("cuda._sleep")  # keeps the current stream busy for so many cycles
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.base.torch_private import RUNS_COMPILED, TorchDispatchMode, dispatch_modes, set_modes, tree_leaves
 from offload.device.select import resolve_device
@@ -114,7 +113,8 @@ class MemoryPeak:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._start_bytes = 0
-        self._earlier: list[tuple[StorageWeakRef, int]] = []  # what was allocated before the start, and counts
+        # What was allocated before the start, and counts.
+        self._earlier: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
 
     def start(self) -> None:
         """Count from now on, above what is allocated now."""
@@ -123,7 +123,7 @@ class MemoryPeak:
 
     def count(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Count storages that were allocated before the start, too, until they are freed."""
-        self._earlier = [(StorageWeakRef(storage), storage.nbytes()) for storage in storages]
+        self._earlier = [(weakref.ref(storage), storage.nbytes()) for storage in storages]
         self._start_bytes -= sum(nbytes for _, nbytes in self._earlier)
 
     def most_bytes(self) -> int:
@@ -132,7 +132,7 @@ class MemoryPeak:
 
     def other_bytes(self) -> int:
         """What is allocated now beside the storages of :meth:`count`, above what was at the start."""
-        return self.now_bytes() - sum(nbytes for reference, nbytes in self._earlier if not reference.expired())
+        return self.now_bytes() - sum(nbytes for reference, nbytes in self._earlier if reference() is not None)
 
     def now_bytes(self) -> int:
         """What is allocated now, above what was at the start."""

@@ -7,6 +7,7 @@ one of these layers, and tensors that the stage saves outside of its layers are 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import chain
@@ -22,7 +23,7 @@ from offload.activations.module_hooks import OffloadListener
 from offload.activations.round import Round
 from offload.activations.what_moves import offloaded_parts
 from offload.base.layer_events import Attachment, LayerCall, check_layers
-from offload.base.torch_private import address_of, pop_hooks, push_hooks
+from offload.base.torch_private import pop_hooks, push_hooks
 from offload.recompute.layer_policies import LayerPolicies
 from offload.recompute.policies import OFFLOAD, Policy
 
@@ -39,15 +40,15 @@ class ChunkParts:
         self._round = microbatch
         self._first_layer = number * parts
         self._part_bytes = part_bytes
-        self._nbytes: dict[int, int] = {}  # the address of each storage that was saved → its bytes
-        self._saved_bytes = 0
+        self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._nbytes: list[int] = []  # of each storage that was saved
         self._part = -1  # the part whose forward began last
         self._open: ActivationSet | None = None
         self._reached = parts
 
     def saved(self) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
         """As :class:`StageProfile` has them: ``tensors``, ``kept_bytes`` and ``layers``."""
-        return tuple(self._nbytes.values()), 0, ()
+        return tuple(self._nbytes), 0, ()
 
     def pack(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """The pack hook; what it returns, the unpack hook calls."""
@@ -55,10 +56,10 @@ class ChunkParts:
             raise RuntimeError("a part's hooks were called outside of its forward; please report this.")
         packed = partial(self._unpack, self._part, (self._open.packing or self._open.pack)(tensor))
         for storage in (one.untyped_storage() for one in offloaded_parts(tensor, self._round.rules)):
-            if address_of(storage) not in self._nbytes:
-                self._nbytes[address_of(storage)] = storage.nbytes()
-                self._saved_bytes += storage.nbytes()
-        while self._part < self.parts - 1 and self._saved_bytes >= (self._part + 1) * self._part_bytes:
+            if storage not in self._seen:
+                self._seen.add(storage)
+                self._nbytes.append(storage.nbytes())
+        while self._part < self.parts - 1 and sum(self._nbytes) >= (self._part + 1) * self._part_bytes:
             self._open.close(in_operation=True)
             self._open = self._begin_part(self._part + 1)
         return packed
