@@ -31,8 +31,6 @@ class OffloadedLayers(Handle):
     As a context manager it is undone at the end of the block.
     """
 
-    again = "call offload_layers"
-
     def __init__(self, hooks: HookedLayers, plan: Plan | None = None) -> None:
         self._hooks = hooks
         self._plan = plan

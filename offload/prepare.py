@@ -51,8 +51,6 @@ _ALL = 1 << 60
 class PreparedTraining(Handle):
     """A model and its optimizer within a memory budget, from :func:`prepare` to :meth:`remove`."""
 
-    again = "call prepare"
-
     _model: nn.Module
     _layers: list[nn.Module]
     _lists: Mapping[str, nn.ModuleList]  # where the layers were found, if nobody has named them

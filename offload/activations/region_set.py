@@ -7,7 +7,7 @@ compared bit by bit. From then on, forward runs under hooks on saved tensors alo
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
@@ -93,7 +93,9 @@ class RegionSet(ActivationSet):
             )
         state = LayerState(layer, gathered=_is_gathered(layer)) if way is None else way.state
         random = {} if capturing else states_of(() if way is None else way.trace.generators, (backend.device,))
-        held = self._hold_inputs(inputs, () if way is None else way.saved_inputs)
+        saved = () if way is None else way.saved_inputs
+        tensors = enumerate(inputs.tensors)
+        held = [(self._hold(tensor, saved=number in saved), tensor.requires_grad) for number, tensor in tensors]
         constants = () if way is None else way.trace.constants.values()
         frame = Frame(layer, inputs.placed, held, state, constants, settings, random, self._token)
         self._frame = frame
@@ -133,16 +135,11 @@ class RegionSet(ActivationSet):
             captured.proven = True
         return way.captured
 
-    def _hold_inputs(self, inputs: LayerInputs, saved: Container[int]) -> list[tuple[Held, bool]]:
-        """The inputs, which the second run needs, and whether each requires a gradient.
-
-        An input is offloaded with the set if autograd saves it or a layer computed it: not a mask, which all layers
-        share.
-        """
-        held = (self._hold(tensor, saved=number in saved) for number, tensor in enumerate(inputs.tensors))
-        return [(one, tensor.requires_grad) for one, tensor in zip(held, inputs.tensors, strict=True)]
-
     def _hold(self, tensor: torch.Tensor, *, saved: bool) -> Held:
+        """Hold an input, which the second run needs.
+
+        It is offloaded with the set if autograd saves it or a layer computed it: not a mask, which all layers share.
+        """
         keeps = self._stays or self._policies.source is KEEP or not (saved or tensor.grad_fn is not None)
         offloads = not keeps and isinstance(decide(tensor, self._rules), type)
         return (self.pack(tensor) if offloads else KeptHandle(tensor, self._token)).unpack

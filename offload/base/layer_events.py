@@ -79,8 +79,6 @@ def without_listeners() -> AbstractContextManager[None]:
 class Handle(ABC):
     """What the program holds of a part of the library that was put on layers; a context manager that undoes it."""
 
-    again: ClassVar[str]  # what the user does for another one, if the handle has a ``state``
-
     @abstractmethod
     def remove(self) -> None:
         """Undo it all. A second call does nothing."""
@@ -88,7 +86,7 @@ class Handle(ABC):
     def check_in_use(self) -> None:
         """Raise if the handle says that it was removed."""
         if getattr(self, "state", "") == "removed":
-            raise RuntimeError(f"the handle must be in use, but it was removed; {self.again} again.")
+            raise RuntimeError("the handle must be in use, but it was removed; make another one.")
 
     def __enter__(self) -> Self:
         self.check_in_use()

@@ -53,8 +53,6 @@ class OptimizerStats(Stats):
 class StreamedOptimizer(Handle):
     """An optimizer whose state is streamed, from :func:`stream_optimizer` to :meth:`remove` or the end of ``with``."""
 
-    again = "stream the optimizer"
-
     def __init__(self, stepper: ChunkStepper, early: BackwardSteps | None) -> None:
         self._stepper: ChunkStepper | None = stepper
         self._early = early

@@ -125,8 +125,6 @@ class _Wrapper(partial[Any]):
 class PipelineOffload(Handle):
     """A rank's stages whose activations are offloaded; made by :func:`attach`, undone by :meth:`remove`."""
 
-    again = "call attach"
-
     def __init__(
         self,
         stages: list[Any],

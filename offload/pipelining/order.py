@@ -78,18 +78,12 @@ def number_chunks(actions: Iterable[Action]) -> dict[Chunk, int]:
 
 def _read_all(actions: Iterable[Any]) -> Iterator[Action]:
     for action in actions:
-        if isinstance(action, Action):
-            yield action
-        elif isinstance(action, str):
-            for part in action.strip().removeprefix("(").partition(")")[0].split(";"):
-                match = _ACTION.fullmatch(part.strip())
-                if match is None or (match[2] in ACTION_KINDS and not match[3]):
-                    raise ValueError(
-                        f"an action must be written <stage>F<microbatch>, or with B, I or W, got {action!r}"
-                    )
-                if match[2] in ACTION_KINDS:
-                    yield Action(int(match[1]), match[2], int(match[3]))
-        elif action is not None and action.sub_actions is not None:
-            yield from _read_all(action.sub_actions)
-        elif action is not None and action.computation_type.value in ACTION_KINDS:
-            yield Action(action.stage_index, action.computation_type.value, action.microbatch_index)
+        if action is None:
+            continue
+        text = action if isinstance(action, str) else repr(action)  # PyTorch's actions say what they are, as ours do
+        for part in text.strip().removeprefix("(").partition(")")[0].split(";"):
+            match = _ACTION.fullmatch(part.strip())
+            if match is None or (match[2] in ACTION_KINDS and not match[3]):
+                raise ValueError(f"an action must be written <stage>F<microbatch>, or with B, I or W, got {text!r}")
+            if match[2] in ACTION_KINDS:
+                yield Action(int(match[1]), match[2], int(match[3]))

@@ -61,8 +61,6 @@ class WeightStats(Stats):
 class StreamedWeights(Handle):
     """Layers whose weights are streamed from :func:`stream_weights` to :meth:`remove`, or the end of its ``with``."""
 
-    again = "stream the layers"
-
     def __init__(self, modules: list[nn.Module], stream: WeightStream) -> None:
         # Weak: the layers hold their listeners, and these the handle.
         self._modules = [weakref.ref(module) for module in modules]

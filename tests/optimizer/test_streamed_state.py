@@ -85,9 +85,7 @@ def test_remove_brings_the_state_back(lab: Lab) -> None:
     assert_same(resident(lab.device, range(6)), run.values)
     assert handle.stats().steps == 2
     handle.remove()
-    with pytest.raises(
-        RuntimeError, match=r"the handle must be in use, but it was removed; stream the optimizer again"
-    ):
+    with pytest.raises(RuntimeError, match=r"the handle must be in use, but it was removed; make another one"):
         handle.__enter__()
     gc.collect()
     assert lab.pool.used_bytes == 0
