@@ -119,8 +119,8 @@ class FollowPlan(WatchedLayers):
         self._peak_bytes = self._gradient_bytes = 0
         """The most device memory in the last microbatch, above what there was when its step began; and the gradients
         that there were then, where they count to the budget."""
-        self._before_each = 0.0
-        """What was saved before the first layer, beside that layer's input, for each element of the input."""
+        self._before = 1, 0
+        """The elements of the largest inputs that were timed, and what was saved before the first layer beside them."""
         self._learning_bytes: int | None = 0
         """The most device memory in a microbatch that learned, timed or proved something; ``None`` once that is said.
         """
@@ -244,10 +244,11 @@ class FollowPlan(WatchedLayers):
             self._compare.end_backward(ran_all=self._ran_all)
         if self._watches:
             if self._stage == "timing":
-                # On the CPU, nobody has counted that once watching has ended.
-                self._before_each = max(self._before_each, self._times.before_bytes() / self._inputs.elements)
+                # On the CPU, nobody has counted that once watching has ended. Of small inputs it may be what is there
+                # with inputs of any size, such as the gradient of weights that embedding and head share.
+                self._before = max(self._before, (self._inputs.elements, self._times.before_bytes()))
             most_bytes = self._times.most_bytes() if self._stage == "timing" else self._peak.most_bytes()
-            most_bytes += round(self._before_each * self._inputs.elements)
+            most_bytes += round(self._inputs.elements * self._before[1] / self._before[0])
             self._peak_bytes = max(self._peak_bytes, most_bytes + self._gradient_bytes)
 
     def _count_unproven(self) -> int:

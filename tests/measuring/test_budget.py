@@ -153,6 +153,26 @@ def test_what_is_saved_before_the_first_layer_counts(case: str, lab: Lab) -> Non
     assert handle.plan.peak_bytes == peaks[-1]
 
 
+def test_what_does_not_grow_with_the_inputs_is_not_scaled(lab: Lab) -> None:
+    """As in a Llama whose embedding is its head: the gradient of these weights is there with inputs of any length."""
+    layers, _ = build("decoder", LAYERS, lab.device)
+    embedding = nn.Embedding(4096, WIDTH)
+
+    def step(tokens: int) -> int:
+        ids = torch.arange(2 * tokens).view(2, tokens)
+        with offload.memory_meter(lab.device) as meter:
+            (through(layers, embedding(ids)) @ embedding.weight[:64].T).square().mean().backward()
+        for one in (embedding, layers):
+            one.zero_grad()
+        return meter.peak_bytes
+
+    budget = round(0.6 * step(1024))
+    with budgeted(layers, lab, budget) as handle:
+        peaks = [step(tokens) for tokens in (4, 4, 8, 8, 1024, 1024, 1024, 1024)]
+        assert handle.plan.peak_bytes <= 1.15 * peaks[-1]
+    assert peaks[-1] <= budget
+
+
 def test_evaluation_between_the_steps_does_not_count(lab: Lab) -> None:
     layers, x = build("decoder", LAYERS, lab.device)
     expected = step_gradients(layers, x)
