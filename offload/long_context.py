@@ -53,15 +53,21 @@ def use_chunked_loss(model: nn.Module, *, chunk_tokens: int | None = None) -> Un
         TypeError: The model's head is not an ``nn.Linear``, or its loss is not ``ForCausalLMLoss``; or, when it is
             called, it changes its logits before the loss, for example by a soft cap.
     """
+    return chunk_loss(model, chunk_tokens)
+
+
+def chunk_loss(model: nn.Module, chunk_tokens: int | None, *, evaluates: bool = True) -> Undoable:
+    """The same; for ``evaluates=False`` in training alone, from a forward with labels on that has begun."""
     base: Any = getattr(model, "get_base_model", lambda: model)()  # PEFT's wrapper has it
     head = getattr(base, "get_output_embeddings", lambda: None)()
-    loss = getattr(getattr(base, "loss_function", None), "__name__", None)
+    plain = getattr(base, "loss_function", None)
+    loss = getattr(plain, "__name__", None)
     if not isinstance(head, nn.Linear) or loss != "ForCausalLMLoss":
         raise TypeError(
             "the model must have an nn.Linear as its head and ForCausalLMLoss as its loss, got "
             f"{type(head).__name__} and {loss}; call chunked_cross_entropy on its hidden states instead"
         )
-    chunked = _ModelLoss(head, chunk_tokens)
+    chunked = _ModelLoss(head, chunk_tokens, None if evaluates else plain)
     undo = [
         replace_attribute(head, "forward", chunked.no_logits),
         replace_attribute(base, "_loss_function", chunked.loss),
@@ -75,18 +81,23 @@ def use_chunked_loss(model: nn.Module, *, chunk_tokens: int | None = None) -> Un
 class _ModelLoss:
     """What replaces the head and the loss of a model; methods, not closures, so that a copy has its own."""
 
-    def __init__(self, head: nn.Linear, chunk_tokens: int | None) -> None:
-        self._head, self._chunk_tokens, self._logits, self._labelled = head, chunk_tokens, head.forward, False
+    def __init__(self, head: nn.Linear, chunk_tokens: int | None, plain: Any) -> None:
+        self._head, self._chunk_tokens, self._logits = head, chunk_tokens, head.forward
+        self._plain, self._evaluates = plain, False  # the loss of evaluation, if that is another one
+        self._labelled = plain is not None
         self._hidden: Any = None
 
-    def begin(self, _: nn.Module, __: Any, given: dict[str, Any]) -> None:
-        self._labelled = given.get("labels") is not None
+    def begin(self, model: nn.Module, _: Any, given: dict[str, Any]) -> None:
+        self._evaluates = self._plain is not None and not (model.training and torch.is_grad_enabled())
+        self._labelled = given.get("labels") is not None and not self._evaluates
 
     def no_logits(self, hidden: Any) -> Any:
         self._hidden = hidden if self._labelled else None
         return hidden if self._labelled else self._logits(hidden)
 
-    def loss(self, logits: Any, labels: Any, *_: Any, **given: Any) -> Tensor:
+    def loss(self, logits: Any, labels: Any, *more: Any, **given: Any) -> Any:
+        if self._evaluates:
+            return self._plain(logits, labels, *more, **given)
         if logits is not self._hidden:
             raise TypeError("labels must be given by name, logits as the head makes them; call chunked_cross_entropy")
         ignore_index, shifted = given.get("ignore_index", -100), given.get("shift_labels")

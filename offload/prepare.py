@@ -22,17 +22,13 @@ from offload.activations.module_hooks import OffloadListener
 from offload.activations.stats import OffloadStats
 from offload.base.checks import check_type, describe, format_bytes, parse_budget, parse_bytes
 from offload.base.find_layers import find_layers, find_lists, watch_order
-from offload.base.layer_events import Handle, check_layers, compute_device
+from offload.base.layer_events import Attachment, Handle, check_layers, compute_device
 from offload.device.select import resolve_device
 from offload.measuring.follow_compiled import follow_plan
 from offload.measuring.follow_plan import FollowPlan
-from offload.measuring.memory_left import AUTO_SHARE, bytes_of_gradients, left_bytes
+from offload.measuring.in_pieces import ForwardBegins, Pieces
+from offload.measuring.memory_left import all_bytes, bytes_of_gradients, training_bytes, usable_bytes
 from offload.optimizer.arithmetic import seconds_per_element
-from offload.optimizer.chunks import NUM_SLOTS
-from offload.optimizer.proof import prove
-from offload.optimizer.remainder import REMAINDER_BYTES
-from offload.optimizer.stand_in import with_groups
-from offload.optimizer.state import local
 from offload.optimizer.stream import CHUNK_BYTES, OptimizerStats, StreamedOptimizer, check_float32, stream_optimizer
 from offload.planning.plan import Plan, make_plan
 from offload.planning.profile import Link
@@ -61,6 +57,7 @@ class PreparedTraining(Handle):
     _in_float32: Mapping[str, Any]  # which numbers are held and stepped in float32: arguments of stream_optimizer
     _chunk_bytes: int
     _follow: Mapping[str, Any]  # how a plan of the activations is followed
+    _pieces: Pieces
 
     def __post_init__(self) -> None:
         self._usable_bytes = usable_bytes(self._plan.memory_budget, self._device)
@@ -70,10 +67,14 @@ class PreparedTraining(Handle):
         self._removed = False
         self._prediction: Prediction | None = None  # of steps, once there is a profile
         self._link_left: Link | None = None  # for activations, beside the copies of the chosen recipe
+        self._tokens = 0  # of the largest microbatch so far
         recipe = _first_recipe(self._plan)
         self._put_in_place(next(one for one in self._plan.recipes if one.recipe == recipe))
-        self._order = watch_order(self._lists) if len(self._lists) > 1 else None
-        self._hook = self._optimizer.register_step_post_hook(self._after_step)
+        self._undo: list[Callable[[], object]] = [self._optimizer.register_step_post_hook(self._after_step).remove]
+        if len(self._lists) > 1:
+            self._undo.append(watch_order(self._lists).remove)
+        if self._pieces.left:
+            self._undo.append(Attachment([self._model], [ForwardBegins(self.begin_forward)], self).remove)
 
     @property
     def state(self) -> Literal["measuring", "following", "removed"]:
@@ -132,9 +133,9 @@ class PreparedTraining(Handle):
         """
         if self._removed:
             return
-        self._hook.remove()
-        if self._order is not None:
-            self._order.remove()
+        while self._undo:
+            self._undo.pop()()
+        self._pieces.remove()
         if self._activations is not None:
             self._activations.remove()
         if self._state is not None:
@@ -168,6 +169,23 @@ class PreparedTraining(Handle):
         budget = format_bytes(self.plan.memory_budget)
         return f"PreparedTraining({type(self._model).__name__} in {budget}: {self.recipe}, {self.state})"
 
+    def begin_forward(self, tokens: int, *, labelled: bool) -> None:
+        """A forward begins: compute in pieces what no recipe has the memory for in one piece."""
+        recipes, host, begins = [one.recipe for one in self._plan.recipes], self._plan.max_host_bytes, not self._tokens
+        if tokens <= self._tokens and not self._pieces.due:
+            return
+        self._tokens = max(tokens, self._tokens)
+
+        def beside(nbytes: int) -> TrainingPlan:
+            return without_activations(self._training, self._usable_bytes - nbytes, host, recipes)
+
+        nbytes = self._pieces.begin(self._tokens, lambda needed: beside(needed).fits, labelled=labelled)
+        self._plan = replace(self._plan, in_pieces=tuple(self._pieces.said))
+        plan = beside(nbytes)
+        planned = {one.recipe: one for one in plan.recipes if not one.reason}
+        if begins and planned and self.recipe not in planned:
+            self._change_to(planned[_first_recipe(plan)])
+
     # Putting a recipe in place, and taking it away: between two steps.
 
     def _put_in_place(self, planned: RecipePlan) -> None:
@@ -190,9 +208,25 @@ class PreparedTraining(Handle):
         else:
             _move_state(self._optimizer)
         if self._activations is None:
-            options = {"device": self._device, "max_host_bytes": most, **self._follow}
-            self._activations = follow_plan(self._layers, self, **options)
+            self._activations = self._measured()
         self._activations.context.limit_host(most)
+
+    def _measured(self) -> FollowPlan:
+        options = {"device": self._device, "max_host_bytes": self._most_pooled(), **self._follow}
+        return follow_plan(self._layers, self, **options)
+
+    def _change_to(self, planned: RecipePlan) -> None:
+        moves_weights = planned.recipe.weights != self.recipe.weights
+        if moves_weights and self._activations is not None:  # what the layers' forwards were learned with is no more
+            self._activations.remove()
+            self._activations = None
+        if self._state is not None:
+            self._state.remove(on_device=False)  # in its own dtype, where it is: it need not fit on the device
+            self._state = None
+        if moves_weights and self._weights is not None:
+            self._weights.remove()
+            self._weights = None
+        self._put_in_place(planned)
 
     def _most_pooled(self) -> int | None:
         """Pinned memory that the pool may have: for activations, and for state that is streamed."""
@@ -223,27 +257,22 @@ class PreparedTraining(Handle):
             activations.missing_bytes,
             [one.recipe for one in self._plan.recipes],
         )
-        self._plan = self._only_reachable(replace(made, memory_budget=self._plan.memory_budget))
-        if all(one.reason for one in self._plan.recipes):
-            return  # the activations have said that they do not fit
+        made = replace(made, memory_budget=self._plan.memory_budget, in_pieces=self._plan.in_pieces)
+        self._plan = self._only_reachable(made)
+        if not self._plan.fits:  # the activations have said that they do not fit
+            if self._pieces.left:  # the layers are measured again, with something in pieces
+                self._pieces.due, self._prediction = True, None
+                activations.remove()
+                self._activations = self._measured()
+            return
         chosen = self._plan.chosen
         self._link_left = None if chosen.plan is None else chosen.plan.link
         _logger.info("memory_budget = %s: %s\n%s", format_bytes(self._plan.memory_budget), chosen.recipe, self._plan)
         moves_weights = chosen.recipe.weights != self.recipe.weights
-        if (chosen.recipe, chosen.resident_bytes) == (self.recipe, self.resident_bytes):
-            if self.link(link) == link:
-                return
-        else:
-            if moves_weights:  # what the layers' forwards were learned with is no more
-                activations.remove()
-                self._activations = None
-            if self._state is not None:
-                self._state.remove(on_device=False)  # in its own dtype, where it is: it need not fit on the device
-                self._state = None
-            if moves_weights and self._weights is not None:
-                self._weights.remove()
-                self._weights = None
-            self._put_in_place(chosen)
+        if (chosen.recipe, chosen.resident_bytes) != (self.recipe, self.resident_bytes):
+            self._change_to(chosen)
+        elif self.link(link) == link:
+            return
         if not moves_weights:
             activations.plan_again()
         else:  # the layers are measured again
@@ -298,6 +327,10 @@ def prepare(
     The model may be on the CPU or on the device. The first steps are measured, with much of the budget left for
     activations. At the end of the third step or so, the fastest recipe is put in place; ``plan`` has the table of all.
 
+    If nothing fits otherwise, the loss is computed as by :func:`use_chunked_loss` in training, and MLPs as by
+    :func:`tile_mlp`, where a trial shows that the model allows it. Then the last bits of the loss and of gradients
+    differ, and the model's output has no logits in training; ``plan.in_pieces`` says so.
+
     In a process group of several ranks, the weights remain where they are, and each rank chooses the rest for itself.
     Weights that the program streams, by :func:`stream_weights` before this, are streamed on.
 
@@ -331,7 +364,7 @@ def prepare(
     check_type("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer of the model's parameters")
     check_float32(state_dtype, master_weights=master_weights)
     target = resolve_device(device)
-    budget = _all_bytes(target, model, optimizer) if memory_budget == "auto" else parse_budget(memory_budget)
+    budget = all_bytes(target, model, optimizer) if memory_budget == "auto" else parse_budget(memory_budget)
     host = None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes")
     parse_bytes(min_bytes, "min_bytes")
     parse_compile(compile)
@@ -369,7 +402,7 @@ def prepare(
         and (state_dtype is None or recipe.optimizer != "cpu")
     ]
     plan = replace(without_activations(training, usable_bytes(budget, target), host, recipes), memory_budget=budget)
-    if all(one.reason for one in plan.recipes):
+    if not plan.fits:
         needs = "; ".join(f"{one.recipe}: {one.reason}" for one in plan.recipes)
         raise ValueError(
             f"memory_budget must hold weights, gradients and optimizer state in some way, got {format_bytes(budget)} "
@@ -377,43 +410,10 @@ def prepare(
             "train fewer parameters (LoRA)."
         )
     follow = {"min_bytes": min_bytes, "compiles": compile}
-    return PreparedTraining(model, modules, lists, optimizer, training, plan, target, in_float32, chunk_bytes, follow)
-
-
-def _all_bytes(device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """What the device has left, and what the training has there already."""
-    tensors = [one for entry in optimizer.state.values() for one in entry.values() if isinstance(one, torch.Tensor)]
-    tensors += [one for each in model.parameters() for one in (each, each.grad) if one is not None]
-    here = {part.untyped_storage() for part in map(local, tensors) if part.device == device}
-    return left_bytes(device) + sum(storage.nbytes() for storage in here)
-
-
-def usable_bytes(memory_budget: int, device: torch.device) -> int:
-    """What of a budget can be planned: an accelerator's allocator needs some room to cut blocks from."""
-    return memory_budget if device.type == "cpu" else int(AUTO_SHARE * memory_budget)
-
-
-def training_bytes(
-    model: nn.Module,
-    layers: list[nn.Module],
-    optimizer: torch.optim.Optimizer,
-    chunk_bytes: int,
-    *,
-    state_dtype: torch.dtype | None = None,
-    master_weights: bool = False,
-) -> TrainingBytes:
-    """What a model's training holds beside activations; of sharded parameters, this rank's part counts."""
-    layouts = prove(optimizer, state_dtype).layouts
-    parts: dict[Any, torch.Tensor] = {one: local(one).requires_grad_(one.requires_grad) for one in model.parameters()}
-    state: dict[Any, int] = {}
-    for _, parameter in with_groups(optimizer):
-        sizes = [dtype.itemsize for dtype in layouts.get(parameter, {}).values()]
-        if sizes and master_weights and parameter.dtype is torch.bfloat16:
-            sizes.append(REMAINDER_BYTES)
-        part = parts[parameter]
-        state[part] = parameter.requires_grad * part.numel() * sum(sizes)
-    own = [[parts[one] for one in layer.parameters()] for layer in layers]
-    return TrainingBytes.of([*parts.values()], own, lambda one: state.get(one, 0), NUM_SLOTS * chunk_bytes, [*state])
+    pieces = Pieces(model, modules)
+    return PreparedTraining(
+        model, modules, lists, optimizer, training, plan, target, in_float32, chunk_bytes, follow, pieces
+    )
 
 
 def _first_recipe(plan: TrainingPlan) -> Recipe:

@@ -85,8 +85,8 @@ def recipes_for(model: Counted, usable: int, link: Link, host: int | None) -> Tr
         training.gradient_bytes(RECIPES[0]),
         [one for one in RECIPES if one.optimizer != "cpu" or not _in_float32(training)],
     )
-    simple, fits = made.recipes[0], any(not one.reason for one in made.recipes)
-    if fits and not simple.reason and simple.step_s <= SIMPLER * made.chosen.step_s:
+    simple = made.recipes[0]
+    if made.fits and not simple.reason and simple.step_s <= SIMPLER * made.chosen.step_s:
         made = replace(made, in_place=simple.recipe)
     return made
 
@@ -96,7 +96,7 @@ def call_for(model: Counted, made: TrainingPlan, memory: int) -> str | None:
 
     A budget of ``offload_layers`` is what a step adds to weights and optimizer state, one of ``prepare`` is all memory.
     """
-    if all(one.reason for one in made.recipes):
+    if not made.fits:
         return None
     recipe, plan = made.chosen.recipe, made.chosen.plan
     if recipe == RECIPES[0]:

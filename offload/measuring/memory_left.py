@@ -1,15 +1,20 @@
-"""What is left for activations of a device's memory, or of a budget for a whole training."""
+"""What a training holds beside activations, and what is left for these of a device's memory, or of a budget."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from offload.optimizer.chunks import NUM_SLOTS
+from offload.optimizer.proof import prove
+from offload.optimizer.remainder import REMAINDER_BYTES
+from offload.optimizer.stand_in import with_groups
 from offload.optimizer.state import local
 from offload.planning.profile import Link
+from offload.planning.training_bytes import TrainingBytes
 
 AUTO_SHARE = 0.92
 """Of what the device has left: allocators need some room to cut blocks from."""
@@ -93,3 +98,39 @@ def left_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free = min(free, int(torch.cuda.get_per_process_memory_fraction(device) * total) - reserved)
     return max(0, free + reserved - torch.accelerator.memory_allocated(device))
+
+
+def all_bytes(device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """What the device has left, and what the training has there already."""
+    tensors = [one for entry in optimizer.state.values() for one in entry.values() if isinstance(one, torch.Tensor)]
+    tensors += [one for each in model.parameters() for one in (each, each.grad) if one is not None]
+    here = {part.untyped_storage() for part in map(local, tensors) if part.device == device}
+    return left_bytes(device) + sum(storage.nbytes() for storage in here)
+
+
+def usable_bytes(memory_budget: int, device: torch.device) -> int:
+    """What of a budget can be planned: an accelerator's allocator needs some room to cut blocks from."""
+    return memory_budget if device.type == "cpu" else int(AUTO_SHARE * memory_budget)
+
+
+def training_bytes(
+    model: nn.Module,
+    layers: list[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    chunk_bytes: int,
+    *,
+    state_dtype: torch.dtype | None = None,
+    master_weights: bool = False,
+) -> TrainingBytes:
+    """What a model's training holds beside activations; of sharded parameters, this rank's part counts."""
+    layouts = prove(optimizer, state_dtype).layouts
+    parts: dict[Any, torch.Tensor] = {one: local(one).requires_grad_(one.requires_grad) for one in model.parameters()}
+    state: dict[Any, int] = {}
+    for _, parameter in with_groups(optimizer):
+        sizes = [dtype.itemsize for dtype in layouts.get(parameter, {}).values()]
+        if sizes and master_weights and parameter.dtype is torch.bfloat16:
+            sizes.append(REMAINDER_BYTES)
+        part = parts[parameter]
+        state[part] = parameter.requires_grad * part.numel() * sum(sizes)
+    own = [[parts[one] for one in layer.parameters()] for layer in layers]
+    return TrainingBytes.of([*parts.values()], own, lambda one: state.get(one, 0), NUM_SLOTS * chunk_bytes, [*state])

@@ -58,6 +58,12 @@ class TrainingPlan:
     memory_budget: int
     max_host_bytes: int | None
     in_place: Recipe | None = None  # the recipe that was chosen before, and is followed
+    in_pieces: tuple[str, ...] = ()  #: What is computed in pieces of tokens, as nothing fits without.
+
+    @property
+    def fits(self) -> bool:
+        """Whether any recipe fits."""
+        return any(not one.reason for one in self.recipes)
 
     @property
     def chosen(self) -> RecipePlan:
@@ -75,7 +81,7 @@ class TrainingPlan:
     def __str__(self) -> str:
         head = f"{'weights':<10}{'gradients':<11}{'optimizer':<11}{'state on device':>16}{'on host':>12}"
         lines = [f"{head}{'step':>10}{'device':>12}{'host':>12}"]
-        best = self.chosen if self.in_place or any(not one.reason for one in self.recipes) else None
+        best = self.chosen if self.in_place or self.fits else None
         for one in self.recipes:
             step = format_s(one.step_s) if one.plan is not None else "-"
             here, there, device, host = map(format_bytes, (*one.state_bytes, one.device_bytes, one.host_bytes))
@@ -84,6 +90,7 @@ class TrainingPlan:
             cells = f"{recipe.weights:<10}{recipe.gradients:<11}{recipe.optimizer:<11}{here:>16}{there:>12}"
             lines.append(f"{cells}{step:>10}{device:>12}{host:>12}  {note}".rstrip())
         host = "no limit" if self.max_host_bytes is None else format_bytes(self.max_host_bytes)
+        lines += self.in_pieces
         lines.append(f"budget {format_bytes(self.memory_budget)}, host memory {host}")
         return "\n".join(lines)
 

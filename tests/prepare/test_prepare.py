@@ -157,7 +157,7 @@ def test_master_weights(weights: int, lab: Lab) -> None:
 
 
 def test_auto_is_what_is_left_and_what_the_model_has(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PREPARE, "left_bytes", lambda _: 1 << 30)
+    monkeypatch.setattr("offload.measuring.memory_left.left_bytes", lambda _: 1 << 30)
     model = Model().to(lab.device)
     model(torch.ones(1, 4, dtype=torch.long, device=lab.device)).backward()
     with offload.prepare(model, adamw(model), "auto", device=lab.device, min_bytes=0) as prepared:

@@ -1,0 +1,166 @@
+"""What of a step can be computed in pieces of its tokens: the loss in chunks, MLPs in tiles. A trial tells.
+
+Both need less memory, and round sums in another order. A training has them where it does not fit its budget without.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.base.layer_events import LayerCall, LayerListener, Turn, is_sharded, with_attribute
+from offload.base.tensors import tensors_in
+from offload.long_context import Undoable, chunk_loss, tile_mlp
+
+_logger = logging.getLogger(__name__)
+
+PIECES = 8  # of the tokens of a microbatch
+MOST_TOKENS = {"the loss in chunks, without logits": 2048, "MLPs in tiles": 32768}
+"""What can be computed in pieces, as a plan calls it, and the most tokens of a piece."""
+LOSS, MLP = MOST_TOKENS
+
+LOGIT_BYTES = 12
+"""Of a logit, beside the logit itself: its logarithm in float32, and the gradients of both."""
+SUM_BYTES = 6  # of an element of the head's weight, whose gradient is summed in float32 over chunks
+TRIED = 8  # tokens
+
+
+@dataclass(frozen=True)
+class _InPieces:
+    """Something that can be computed in pieces."""
+
+    name: str
+    token_bytes: int  # device memory that a token takes in one piece
+    held_bytes: int  # device memory that pieces take, whatever their size
+    begin: Callable[[int], Undoable]  # with the tokens of a piece
+
+    def needs(self, tokens: int) -> int:
+        """Device memory that so many tokens take in one piece; 0 where pieces would take no less."""
+        nbytes = self.token_bytes * tokens
+        return nbytes if nbytes - nbytes // PIECES > self.held_bytes else 0
+
+
+class Pieces:
+    """What of a model can be computed in pieces, and is where a budget needs it, until :meth:`remove`."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
+        self.left = _pieces_of(model, layers)  # what is not computed in pieces
+        self.said: list[str] = []  # of what is
+        self.due = False  # whether the next forward begins with one more, as nothing fits without
+        self._undo: list[Undoable] = []
+
+    def begin(self, tokens: int, fits: Callable[[int], bool], *, labelled: bool) -> int:
+        """A forward begins with so many tokens: compute in pieces what does not fit.
+
+        Returns the device memory that the rest needs at once. Only a forward with labels computes the loss.
+        """
+        needed = {one: nbytes for one in self.left if (nbytes := one.needs(tokens)) and (labelled or one.name != LOSS)}
+        begun = [*needed][:1] if self.due else [one for one, nbytes in needed.items() if not fits(nbytes)]
+        if self.due and not begun:
+            self.left = []  # nothing helps
+        self.due = False
+        for one in begun:
+            self.left.remove(one)
+            size = min(MOST_TOKENS[one.name], -(-tokens // PIECES))
+            self._undo.append(one.begin(size))
+            self.said.append(f"{one.name} of {size:,} tokens, which rounds sums in another order")
+            _logger.info("nothing fits without %s", self.said[-1])
+        return max((nbytes for one, nbytes in needed.items() if one not in begun), default=0)
+
+    def remove(self) -> None:
+        while self._undo:
+            self._undo.pop().remove()
+
+
+class ForwardBegins(LayerListener):
+    """Tells how many tokens a forward of a model in training has, and whether it has labels."""
+
+    turn = Turn.WEIGHTS
+
+    def __init__(self, tell: Callable[..., None]) -> None:
+        self._tell = tell
+
+    def begin_forward(self, call: LayerCall, inputs: Any) -> None:
+        if call.training and torch.is_grad_enabled():
+            tokens = max((one.shape[:2].numel() for one in tensors_in(inputs) if one.ndim > 1), default=0)
+            self._tell(tokens, labelled=inputs[1].get("labels") is not None)
+
+
+def _pieces_of(model: nn.Module, layers: Sequence[nn.Module]) -> list[_InPieces]:
+    """What can be computed in pieces: the loss first, which costs no time."""
+    if any(map(is_sharded, model.modules())):
+        return []  # the trial would gather weights
+    base: Any = getattr(model, "get_base_model", lambda: model)()
+    found = []
+    if _loss_can_be_chunked(base):
+        weight = base.get_output_embeddings().weight
+        token_bytes, held = (weight.element_size() + LOGIT_BYTES) * len(weight), SUM_BYTES * weight.numel()
+        begin = partial(chunk_loss, base, evaluates=False)
+        found.append(_InPieces(LOSS, token_bytes, held * weight.requires_grad, begin))
+    mlps = {type(mlp): mlp for layer in layers if (mlp := getattr(layer, "mlp", None)) is not None}
+    if mlps and all(hasattr(layer, "mlp") for layer in layers) and all(map(_can_be_tiled, mlps.values())):
+        sizes = [2 * sum(one.out_features * one.weight.element_size() for one in _linear(mlp)) for mlp in mlps.values()]
+        found.append(_InPieces(MLP, max(sizes), 0, partial(tile_mlp, layers)))
+    return found
+
+
+class _NoBody:
+    """Stands for what the body of a model returns: hidden states, and nothing else."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.last_hidden_state if key == 0 else () if isinstance(key, slice) else None
+
+    def __getattr__(self, _: str) -> None:
+        return None
+
+
+def _loss_can_be_chunked(base: Any) -> bool:
+    """Whether a causal language model of Hugging Face does nothing with its logits but to compute the loss."""
+    body = getattr(base, "base_model", base)
+    if not isinstance(body, nn.Module) or body is base:
+        return False
+    try:
+        with chunk_loss(base, None), torch.no_grad():
+            weight = base.get_output_embeddings().weight
+            tokens = torch.zeros(1, TRIED, dtype=torch.long, device=weight.device)
+            hidden = _NoBody(weight.new_zeros(1, TRIED, weight.shape[1]))
+            with with_attribute(body, "forward", lambda *_, **__: hidden):
+                return base(input_ids=tokens, labels=tokens).logits is None
+    except Exception:  # noqa: BLE001  whatever the model does otherwise
+        return False
+
+
+def _linear(mlp: nn.Module) -> list[nn.Linear]:
+    return [one for one in mlp.modules() if isinstance(one, nn.Linear)]
+
+
+def _can_be_tiled(mlp: nn.Module) -> bool:
+    """Whether an MLP is made of linear layers and computes each token by itself, without random numbers."""
+    linear, modes = _linear(mlp), {one: one.training for one in mlp.modules()}
+    own = {parameter for one in linear for parameter in one.parameters()}
+    experts = any(isinstance(one, nn.ModuleList) for one in modes)
+    if not linear or own != {*mlp.parameters()} or experts or any(True for _ in mlp.buffers()):
+        return False
+    weight = linear[0].weight
+    x = torch.randn(1, TRIED, linear[0].in_features, generator=torch.Generator().manual_seed(0)).to(weight)
+    devices = [weight.device] if weight.is_cuda else []
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            mlp.train()
+            whole, parts = mlp(x), [mlp(part) for part in x.split(TRIED // 2, 1)]
+        torch.testing.assert_close(torch.cat(parts, 1), whole)
+    except Exception:  # noqa: BLE001  it takes something else, or gives something else
+        return False
+    finally:
+        for one, training in modes.items():
+            one.training = training
+    return True
