@@ -6,11 +6,13 @@ PyTorch's meta device, tells the sizes of its results. What is recomputed has it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
+from offload.base.tensors import geometry_of
 from offload.recompute.layer_inputs import same_layout
 from offload.recompute.learn import Step, StepResult
 
@@ -23,29 +25,44 @@ class _Layout(NamedTuple):
     dtype: torch.dtype
 
 
-def at_size(step: Step, args: Any, kwargs: dict[str, Any]) -> tuple[StepResult, ...] | None:
-    """The results of a learned operation with arguments of another size; ``None`` where they are not known."""
-    results = step.outputs
-    if all((one.geometry is None or one.argument is not None) and not isinstance(one.value, int) for one in results):
-        return results
-    try:
-        made = _results(step.operation.function, _layout(args), tuple(kwargs), _layout((*kwargs.values(),)))
-    except Exception:  # noqa: BLE001  # whatever an operation raises that cannot run there
-        return None
-    found = [_resized(learned, result) for learned, result in zip(results, made, strict=True)]
-    return None if None in found else tuple(filter(None, found))
+def at_size(
+    step: Step, kept: Sequence[torch.Tensor | None], args: Any, kwargs: dict[str, Any]
+) -> tuple[StepResult, ...] | None:
+    """The results of a learned operation with arguments of another size; ``None`` where they are not known.
+
+    Args:
+        step: The operation, which is skipped.
+        kept: Of each result, what was kept of it, if that is all of it.
+        args: Of this size.
+        kwargs: The same by name.
+    """
+    pairs = list(zip(step.outputs, kept, strict=True))
+    made: Any = kept
+    if any(_has_size(learned) and given is None for learned, given in pairs):
+        try:
+            made = _results(step.operation.function, _layout(args), tuple(kwargs), _layout((*kwargs.values(),)))
+        except Exception:  # noqa: BLE001  # whatever an operation raises that cannot run there
+            return None
+    found = []
+    for (learned, given), result in zip(pairs, made, strict=True):
+        if not _has_size(learned):
+            found.append(learned)
+        elif given is not None:
+            found.append(learned._replace(geometry=geometry_of(given)))
+        elif learned.geometry is None:
+            found.append(learned._replace(value=result))
+        else:
+            dtype, _, size, stride, *flags = learned.geometry
+            # The device may lay results out in another order than operations without memory say.
+            if result.dim() != len(size) or not same_layout(result, size, stride, sized=True):
+                return None
+            geometry = (dtype, result.storage_offset(), result.size(), result.stride(), *flags)
+            found.append(learned._replace(geometry=geometry))
+    return tuple(found)
 
 
-def _resized(learned: StepResult, result: Any) -> StepResult | None:
-    if learned.argument is not None:
-        return learned
-    if learned.geometry is None:
-        return None if isinstance(result, torch.Tensor) else learned._replace(value=result)
-    dtype, _, size, stride, *flags = learned.geometry
-    # The device may lay results out in another order than operations without memory say.
-    if result.dim() != len(size) or not same_layout(result, size, stride, sized=True):
-        return None
-    return learned._replace(geometry=(dtype, result.storage_offset(), result.size(), result.stride(), *flags))
+def _has_size(learned: StepResult) -> bool:
+    return learned.argument is None and (learned.geometry is not None or isinstance(learned.value, int))
 
 
 @lru_cache(4096)  # layers of one kind run the same operations

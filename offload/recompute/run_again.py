@@ -326,7 +326,9 @@ class HandOver(LayerMode):
             return call(*args, **kwargs) if kwargs else call(*args)
         outputs = self._results[time]
         if outputs is None:
-            outputs = self._results[time] = at_size(step, args, kwargs or {})
+            numbers = [None if one.storage is None else self._suppliers.get(one.storage) for one in step.outputs]
+            kept = [self._frame.kept[one]() if one in self._frame.replay.whole else None for one in numbers]
+            outputs = self._results[time] = at_size(step, kept, args, kwargs or {})
             if outputs is None:
                 self._frame.replay.unsized.append(time)
                 raise AnotherWayError

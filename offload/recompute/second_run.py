@@ -9,9 +9,10 @@ memory that no executed operation reads.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Collection, Iterable
 
-from offload.recompute.learn import StepResult, Trace
+from offload.recompute.learn import Step, StepResult, Trace
 
 
 class SecondRun:
@@ -84,6 +85,9 @@ class SecondRun:
         }
         """For each storage that is handed over, the number of a kept saved tensor that looks into it."""
         self.numbers = set(self.suppliers.values())
+        made = ((number, storage, steps[storages[storage].writers[0]]) for storage, number in self.suppliers.items())
+        self.whole = {number for number, storage, step in made if _is_result(trace, number, storage, step)}
+        """Those of them that are results of operations, and no other views of the same memory."""
         self.arrivals = {
             number: self.suppliers[saved.storage]
             for number, saved in enumerate(trace.saved[: trace.dynamic_from])
@@ -109,6 +113,13 @@ def _kept_storages(trace: Trace, dropped: Collection[int]) -> dict[int, int]:
         if storage.writers and not storage.unseen and storage.writers[-1] < saved.time:
             found.setdefault(saved.storage, number)
     return found
+
+
+def _is_result(trace: Trace, number: int, storage: int, step: Step) -> bool:
+    saved = trace.saved[number]
+    filled = math.prod(saved.shape) * saved.dtype.itemsize == trace.storages[storage].nbytes
+    geometries = (one.geometry for one in step.outputs if one.storage == storage and one.geometry is not None)
+    return filled and any((one[0], *one[2:4]) == (saved.dtype, saved.shape, saved.stride) for one in geometries)
 
 
 def _slice(trace: Trace, dropped: Iterable[int], suppliers: Collection[int]) -> set[int]:

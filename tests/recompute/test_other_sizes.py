@@ -1,7 +1,7 @@
 """Inputs of many sizes: a layer is learned with one of them, and recomputed with any other."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -125,37 +125,57 @@ def test_sizes_that_follow_from_others_only_mostly(policies: dict[str, str], lab
     assert ran[9] == 2  # a size that has gone another way is learned, compared, and then known
 
 
-@pytest.fixture(params=["says nothing", "says another order", "says too much"])
-def turned(request: pytest.FixtureRequest) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-    """An operation that says nothing true of the size of its result, which it lays out in another order."""
-    with torch.library._scoped_library("offload_sizes", "FRAGMENT") as library:
-        library.define("turned(Tensor x) -> Tensor")
-        library.impl("turned", lambda x: (x.mT + 1).contiguous().mT, "CompositeExplicitAutograd")
-        if request.param == "says another order":  # of lengths beyond those that are compared
-            library.impl("turned", lambda x: x if x.shape[1] > 20 else x.mT.contiguous().mT, "Meta")
-        if request.param == "says too much":
-            library.impl("turned", lambda x: torch.cat([x, x], 1).mT.contiguous().mT, "Meta")
-        yield torch.ops.offload_sizes.turned.default
+TURNED = [0]
+"""How often the operation has run."""
 
 
+def _turn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A result that is laid out in another order than its argument, and a seed."""
+    TURNED[0] += not x.is_meta
+    return (x.mT + 1).contiguous().mT, x.new_zeros(())
+
+
+SAYS: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None] = {
+    "nothing": None,
+    # Of lengths beyond those that are compared.
+    "another order": lambda x: (x.contiguous(), x.new_zeros(())) if x.shape[1] > 20 else _turn(x),
+    "too much": lambda x: _turn(torch.cat([x, x], 1)),
+    "another seed": lambda x: (_turn(x)[0], x.new_zeros(2)),
+}
+"""What the operation says of its results without memory."""
+
+
+@pytest.mark.parametrize("saved", [False, True], ids=["a view is saved", "the result is saved"])
+@pytest.mark.parametrize("says", SAYS)
 @pytest.mark.filterwarnings("ignore:policies has patterns that match no region")
-def test_operations_that_do_not_say_their_results_size(turned: Callable[..., torch.Tensor], lab: Lab) -> None:
+def test_operations_that_do_not_say_their_results_size(says: str, saved: bool, lab: Lab) -> None:
     class Turn(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return turned(x)
+            result, seed = torch.ops.offload_sizes.turned(x)
+            ctx.save_for_backward(result if saved else result.mT, seed)
+            return result
 
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            return gradient
+            return gradient * ctx.saved_tensors[0].sum()
 
-    layers, _ = build(lambda: Function(lambda x, w: Turn.apply(x @ w).sin().tanh() * x), LAYERS, lab.device)
-    shapes = [(2, length) for length in (8, 16, 11, 40, 13, 21)]
-    expected = [step(layers, shape, lab) for shape in shapes]
-    with offloaded(layers, lab, {"*turned*": "keep", "*": "recompute"}) as handle:
-        for shape, gradients_of_shape in zip(shapes, expected, strict=True):
-            assert_same(gradients_of_shape, step(layers, shape, lab))
-        assert handle.regions(0)["offload_sizes::turned"] == "keep"
+    layers, _ = build(lambda: Function(lambda x, w: Turn.apply(x @ w).add(1).sin().tanh() * x), LAYERS, lab.device)
+    shapes = [(2, length) for length in (8, 16, 11, 40, 13, 22, 22)]
+    calls = Calls(layers)
+    with torch.library._scoped_library("offload_sizes", "FRAGMENT") as library:
+        library.define("turned(Tensor x) -> (Tensor, Tensor)")
+        library.impl("turned", _turn, lab.device.type.upper())
+        if (say := SAYS[says]) is not None:
+            library.impl("turned", say, "Meta")
+        expected = [step(layers, shape, lab) for shape in shapes]
+        with offloaded(layers, lab, {"*turned*": "keep", "*": "recompute"}) as handle:
+            for shape, gradients_of_shape in zip(shapes, expected, strict=True):
+                TURNED[0] = calls.count = 0
+                assert_same(gradients_of_shape, step(layers, shape, lab))
+            assert handle.regions(0)["offload_sizes::turned"] == "keep"
+    assert TURNED[0] == LAYERS or not saved  # what is handed over has its size
+    assert calls.count == 2 or (says == "too much" and not saved)  # else it is learned
 
 
 @pytest.mark.parametrize(
