@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Literal
 
@@ -34,10 +34,10 @@ from offload.measuring.profile_layers import (
     recompute_all,
     time_second_runs,
 )
-from offload.measuring.sizes import CostsBySize, Inputs, Size, given_to, is_within, rounded_up
+from offload.measuring.sizes import CostsBySize, Inputs, Size, given_to, is_within, rounded_up, with_skipped
 from offload.measuring.watch_plan import TOLERANCE, WatchedLayers, say_measured
 from offload.planning.plan import Plan, free_plan, make_plan, relaxed
-from offload.planning.profile import LayerProfile, Profile
+from offload.planning.profile import Profile
 from offload.planning.search import Among
 from offload.recompute.layer_policies import LayerPolicies
 from offload.schedule.schedule import Schedule
@@ -227,10 +227,13 @@ class FollowPlan(WatchedLayers):
         self._gradient_bytes = self._left.gradient_bytes()
         if not self.measures:
             self._follow(self._plan_at(size))
-            self._peak.stop()
             self._peak_bytes = 0
         if self._watches and not (self.plan is not self.largest_plan and self._peak.costs_time):
+            # What nobody has counted that was there when the microbatch began would not be seen to be freed.
+            self._proves = self._proves or not self._peak.counts
             self._peak.start()
+        else:
+            self._peak.stop()
         self._times.forwards, self._ran_all, self._unproven = 0, False, self._count_unproven()
         self._count_inputs(inputs)
 
@@ -246,7 +249,10 @@ class FollowPlan(WatchedLayers):
             if self._stage == "timing":
                 # On the CPU, nobody has counted that once watching has ended. Of small inputs it may be what is there
                 # with inputs of any size, such as the gradient of weights that embedding and head share.
-                self._before = max(self._before, (self._inputs.elements, self._times.before_bytes()))
+                before = max(self._before, (self._inputs.elements, self._times.before_bytes()))
+                if self._learning_bytes is not None:  # it was counted without
+                    self._learning_bytes += before[1] - self._before[1]
+                self._before = before
             most_bytes = self._times.most_bytes() if self._stage == "timing" else self._peak.most_bytes()
             most_bytes += round(self._inputs.elements * self._before[1] / self._before[0])
             self._peak_bytes = max(self._peak_bytes, most_bytes + self._gradient_bytes)
@@ -280,7 +286,7 @@ class FollowPlan(WatchedLayers):
             if self._compare is None:
                 self._smaller[key] = self._free_plan(profile)
             else:
-                known, left_bytes = _with_larger_workspace(profile.beside(missing_bytes)), (1 - RESERVE) * self._budget
+                known, left_bytes = profile.beside(missing_bytes).with_larger_workspace(), (1 - RESERVE) * self._budget
                 self._smaller[key] = relaxed(largest, known, left_bytes)
         return self._smaller[key]
 
@@ -341,7 +347,7 @@ class FollowPlan(WatchedLayers):
         profile, expected = learned_profile(self._policies, regions, self._times)
         self.measured_bytes = self._peak_bytes
         timed = dict(zip(ran, profile.layers, strict=True))
-        every = _with_skipped(timed, kinds, self._new_gradients)
+        every = with_skipped(timed, kinds, self._new_gradients)
         profile = replace(profile, layers=every, other_s=self._times.between_s(now))
         self._times.pause()
         for one in self._policies:
@@ -389,7 +395,7 @@ class FollowPlan(WatchedLayers):
             slack = SLACK if self._corrections_left == CORRECTIONS else 0.0  # what is predicted is not too high then
             share = slack if among is Among.CHECKPOINTS else -RESERVE
             left = round((1 + share) * self._budget)
-            known = profile if among is Among.CHECKPOINTS else _with_larger_workspace(profile)
+            known = profile if among is Among.CHECKPOINTS else profile.with_larger_workspace()
             made = make_plan(known, left, link, max_host_bytes=host_bytes, among=among)
             return replace(made, memory_budget=self._budget)
 
@@ -427,25 +433,3 @@ class FollowPlan(WatchedLayers):
             *(format_bytes(made.peak_bytes), missing),
         )
         return made
-
-
-def _with_skipped(
-    timed: Mapping[int, LayerProfile], kinds: Sequence[Hashable], new_gradients: Sequence[int]
-) -> tuple[LayerProfile, ...]:
-    """All layers: one that was skipped costs what the next one of its kind does, and its gradients' memory as well."""
-    like = {kinds[number]: layer for number, layer in timed.items()}
-    layers, more_bytes = [], 0
-    for number, kind in reversed([*enumerate(kinds)]):
-        like[kind] = layer = timed.get(number, like[kind])
-        more_bytes += 0 if number in timed else new_gradients[number]
-        layers.append(replace(layer, workspace_bytes=layer.workspace_bytes + more_bytes))
-    return tuple(reversed(layers))
-
-
-def _with_larger_workspace(profile: Profile) -> Profile:
-    """Each layer with the larger of its workspaces in both passes: what keeps regions needs more than was measured."""
-    layers = []
-    for layer in profile.layers:
-        larger = max(layer.workspace_bytes, layer.forward_workspace_bytes or 0)
-        layers.append(replace(layer, workspace_bytes=larger, forward_workspace_bytes=larger))
-    return replace(profile, layers=tuple(layers))

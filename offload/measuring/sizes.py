@@ -15,7 +15,7 @@ adds a step for each of the two shapes that are learned.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product
@@ -185,6 +185,19 @@ def given_to(tensors: Sequence[torch.Tensor]) -> Inputs:
     computed = [tensor for tensor in floating if tensor.requires_grad] or floating[:1] or tensors[:1]
     elements = max(1, sum(tensor.numel() for tensor in computed))
     return Inputs(elements, tuple(max(1, side) for tensor in computed for side in tensor.shape))
+
+
+def with_skipped(
+    timed: Mapping[int, LayerProfile], kinds: Sequence[Hashable], new_gradients: Sequence[int]
+) -> tuple[LayerProfile, ...]:
+    """All layers: one that was skipped costs what the next one of its kind does, and its gradients' memory as well."""
+    like = {kinds[number]: layer for number, layer in timed.items()}
+    layers, more_bytes = [], 0
+    for number, kind in reversed([*enumerate(kinds)]):
+        like[kind] = layer = timed.get(number, like[kind])
+        more_bytes += 0 if number in timed else new_gradients[number]
+        layers.append(replace(layer, workspace_bytes=layer.workspace_bytes + more_bytes))
+    return tuple(reversed(layers))
 
 
 def rounded_up(size: Size, largest: Size) -> Size:

@@ -105,7 +105,7 @@ class WatchedPlan(WatchedLayers):
         self._is_first = True
         """Whether nothing was counted before the microbatch, as what is saved before the first layer."""
         self._learning_bytes = 0
-        """The most memory in a microbatch that learned something."""
+        """The most memory in a microbatch that learned something, without what is saved before the first layer."""
         self._peak_bytes: int | None = None
         """The most memory in a microbatch that learned nothing; ``None`` before its backward has ended."""
 
@@ -124,11 +124,12 @@ class WatchedPlan(WatchedLayers):
         self._count_inputs(inputs)
 
     def end_backward(self) -> None:
-        peak_bytes = self._times.before_bytes() + self._times.most_bytes()
+        before_bytes, most_bytes = self._times.before_bytes(), self._times.most_bytes()
         if self._is_first or self._learned != self._count_learned():
-            self._learning_bytes = max(self._learning_bytes, peak_bytes)
+            self._learning_bytes = max(self._learning_bytes, most_bytes)
         else:
-            self._peak_bytes = peak_bytes
+            self._peak_bytes = before_bytes + most_bytes
+            self._learning_bytes += before_bytes
 
     def _count_learned(self) -> int:
         return sum(one.learned for one in self.context.policies if one is not None)
@@ -150,6 +151,6 @@ def say_measured(budget: int, needed_bytes: int) -> None:
     """Say that a budget is kept to, but not while layers were measured."""
     warn_caller(
         f"memory_budget = {format_bytes(budget)} is kept to from here on, but not while the layers were learned: a "
-        f"microbatch needed {format_bytes(needed_bytes)}, as each layer ran twice, and what both runs saved was "
+        f"microbatch needed up to {format_bytes(needed_bytes)}, as each layer ran twice, and what both runs saved was "
         "compared. Give more if the first steps do not fit."
     )

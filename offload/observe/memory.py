@@ -116,6 +116,11 @@ class MemoryPeak:
         # What was allocated before the start, and counts.
         self._earlier: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
 
+    @property
+    def counts(self) -> bool:
+        """Whether this knows of everything that is allocated now, and freed later."""
+        return True
+
     def start(self) -> None:
         """Count from now on, above what is allocated now."""
         self.begin_part()  # what was before may have needed more
@@ -191,6 +196,10 @@ class CpuMemoryPeak(MemoryPeak):
         others = self._other_modes()
         if len(others) < len(dispatch_modes()) and not _in_compiled_call():
             set_modes(others)
+
+    @property
+    def counts(self) -> bool:
+        return self._counted is not None
 
     def _other_modes(self) -> list[TorchDispatchMode]:
         """The modes without this one, and without those that nobody reads any more.

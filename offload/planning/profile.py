@@ -199,6 +199,14 @@ class Profile:
         for name in ("loss_s", "other_s", "loss_bytes"):
             check_number(name, getattr(self, name))
 
+    def with_larger_workspace(self) -> Profile:
+        """With each layer's larger workspace in both passes: what keeps regions needs more than was measured."""
+        layers = []
+        for layer in self.layers:
+            larger = max(layer.workspace_bytes, layer.forward_workspace_bytes or 0)
+            layers.append(replace(layer, workspace_bytes=larger, forward_workspace_bytes=larger))
+        return replace(self, layers=tuple(layers))
+
     @property
     def saved_bytes(self) -> int:
         """Size of all activation sets together."""

@@ -173,6 +173,27 @@ def test_what_does_not_grow_with_the_inputs_is_not_scaled(lab: Lab) -> None:
     assert peaks[-1] <= budget
 
 
+def test_what_is_saved_before_the_first_layer_counts_until_it_is_freed(lab: Lab) -> None:
+    """The stem's backward needs much as well, but not beside the layers' activations; learning broke the budget."""
+    layers, _ = build("mlp", LAYERS, lab.device)
+    stem, x = Stem(saves_result=True), torch.rand(16, 64, 8)
+
+    def step() -> int:
+        for one in (stem, layers):
+            one.zero_grad()
+        with offload.memory_meter(lab.device) as meter:
+            through(layers, stem(x * 1)).square().mean().backward()
+        return meter.peak_bytes
+
+    budget = round(0.61 * step())
+    said = pytest.warns(UserWarning, match="kept to from here on, but not while the layers were learned")
+    with budgeted(layers, lab, budget) as handle, said:
+        found = [(step(), handle.plan) for _ in range(6)]
+    peaks, plans = zip(*found, strict=True)
+    assert peaks[0] > 1.02 * budget > max(peaks[1:])
+    assert len({*plans[2:]}) == 1  # it is not planned again
+
+
 def test_evaluation_between_the_steps_does_not_count(lab: Lab) -> None:
     layers, x = build("decoder", LAYERS, lab.device)
     expected = step_gradients(layers, x)
@@ -297,7 +318,7 @@ def test_smaller_inputs_are_recomputed_in_as_few_layers_as_are_enough(lab: Lab, 
         masked_step(layers, 96)
     budget, counts = round(0.4 * meter.peak_bytes), runs(layers)
     with budgeted(layers, lab, budget) as handle:
-        for length in (20, 40, 20, 96, 96, 96):
+        for length in (20, 40, 20, *[96] * 6):  # in which the plan is made again, perhaps
             masked_step(layers, length)
         found, largest = {}, handle.plan
         for length in (96, 60, 40, 20, 60, 96):
@@ -329,9 +350,8 @@ def test_a_plan_for_smaller_inputs_that_breaks_the_budget_is_given_up(
         for length in (20, 40, 20, 96, 96, 96, 60, 60, 20):
             counts[0] = 0
             masked_step(layers, length)
-            found.append(counts[0] - LAYERS)
-    assert found[-4:] == [found[4], 0, found[4], 0]
-    assert found[4] > 0
+            found.append(counts[0] > LAYERS)
+    assert found[-4:] == [True, False, True, False]
 
 
 class Spread(nn.Module):
@@ -574,7 +594,7 @@ def test_a_layer_that_proves_its_plan_later_than_others_does_not_break_the_budge
         masked_step(layers, 24)
         peaks.peak_bytes = 0
         masked_step(layers, 24)
-        with pytest.warns(UserWarning, match=r"kept to from here on, .* a microbatch needed 2\.00 GiB"):
+        with pytest.warns(UserWarning, match=r"kept to from here on, .* a microbatch needed up to 2\.00 GiB"):
             masked_step(layers, 24)
         assert handle.plan is plan
         assert "planned again" not in caplog.text
@@ -678,23 +698,31 @@ def test_a_given_plan_whose_budget_is_broken_on_the_cpu_is_said_once(regions: bo
         step()
 
 
-def test_what_a_plans_first_step_needs_is_said_if_that_breaks_the_budget(lab: Lab) -> None:
+@pytest.mark.parametrize("stem", [nn.Identity(), Stem(saves_result=True)], ids=["layers", "a stem before them"])
+def test_what_a_plans_first_step_needs_is_said_if_that_breaks_the_budget(stem: nn.Module, lab: Lab) -> None:
     layers, _ = build("decoder", 1, lab.device)
-    x = torch.rand(4, 64, WIDTH, device=lab.device)
+    x = torch.rand(4, 64, 8 if isinstance(stem, Stem) else WIDTH, device=lab.device)
 
-    step = partial(step_peak, layers, x)
+    def step() -> int:
+        stem.zero_grad()
+        layers.zero_grad()
+        with offload.memory_meter(x.device) as meter:
+            through(layers, stem(x * 1)).square().mean().backward()
+        return meter.peak_bytes
+
     options: dict[str, Any] = {"min_bytes": 1, "device": lab.device}
     profile = offload.profile_layers(layers, step, regions=True, steps=1, **options)
     kept = frozenset(number for number, one in enumerate(profile.layers[0].regions) if one.name == "input")
     plan = Plan(Schedule(1), profile, offload.Link(1e9, 1e9, 1.5e9), 0, (LayerPolicy(kept),))
-    plan = replace(plan, memory_budget=plan.peak_bytes)
+    with offload.offload_layers(layers, plan=replace(plan, memory_budget=1 << 40), **options):
+        plan = replace(plan, memory_budget=max([step() for _ in range(4)][1:]))
     with offload.offload_layers(layers, plan=plan, **options):
         learning_bytes, later_bytes = step(), step()
         assert learning_bytes > plan.memory_budget >= later_bytes
         with pytest.warns(UserWarning, match="not while the layers were learned") as told:
             step()
         step()
-    assert f"a microbatch needed {format_bytes(learning_bytes)}" in str(told[0].message)
+    assert f"a microbatch needed up to {format_bytes(learning_bytes)}" in str(told[0].message)
 
 
 @pytest.mark.parametrize("accumulated", [1, 4])
