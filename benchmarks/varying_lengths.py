@@ -202,6 +202,7 @@ class Messages(logging.Handler):
         """Note a message."""
         said = record.getMessage()
         if record.name != "py.warnings" or "memory_budget" in said:
+            said = said.partition("Warning: ")[2].partition("\n")[0] or said  # without the file that it is said in
             self.found.append((self._steps(), said.strip()))
 
     def __enter__(self) -> Messages:
