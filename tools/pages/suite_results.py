@@ -30,7 +30,10 @@ def workload_table(workload: str, _page: Path) -> str:
     rows = [row for row in read("suite")["rows"] if row["workload"] == workload]
     kept = next((row for row in rows if row["family"] == "nothing" and "step_s" in row), None)
     fails = [row for row in rows if re.match(r"\w+(Error|Exception): ", row.get("error", ""))]
-    missing = [f"{row['contender']} ({row['error']})" for row in rows if "error" in row and row not in fails]
+    errors = [
+        (row["contender"].partition(", k =")[0], row["error"]) for row in rows if "error" in row and row not in fails
+    ]
+    missing = dict.fromkeys(f"{way} ({error})" for way, error in errors)
     names: dict[str, list[str]] = {}
     for row in fails:
         names.setdefault(row["error"], []).append(row["contender"])
