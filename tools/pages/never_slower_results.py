@@ -103,8 +103,8 @@ def _predictions(budgets: list[Row]) -> str:
         return sum(abs(row[name] / row[measured] - 1) <= within for row in both)
 
     return (
-        f" Of {len(both)} plans, {near('predicted_s', 'step_s', 0.05)} say the step to 5% once microbatches were timed "
-        f"under them ({near('first_predicted_s', 'step_s', 0.05)} before that), and "
+        f" Of {len(both)} plans, {near('predicted_s', 'step_s', 0.05)} tell the step to 5% "
+        f"({near('first_predicted_s', 'step_s', 0.05)} before it was timed), and "
         f"{near('predicted_peak_bytes', 'peak_bytes', 0.02)} the peak to 2%."
     )
 

@@ -35,8 +35,8 @@ def varying_lengths(_page: Path) -> str:
     over = f" The largest excess over the budget is {most / record['budget_bytes']:.1%}." if most else ""
     same = " Losses are identical in all ways." if all(row["same_losses"] for row in rows) else ""
     return (
-        "**Lengths that vary.** Hugging Face's Trainer runs a Llama of 1.5 billion parameters, with lengths from 64 to "
-        "4,096 tokens (log-normal, padded per batch) and evaluations in between. "
+        "**Lengths that vary.** Hugging Face's Trainer trains a Llama of 1.5 billion parameters on 64 to 4,096 tokens "
+        "(log-normal, padded per batch), and evaluates in between. "
         f"{record['hardware']['gpu']}, {torch_of(record)}, {measured_on(rows, record)}. "
         f"{record['steps']:,} steps within {gib(record['budget_bytes'])} GiB, "
         f"where the longest batch adds {gib(record['most_bytes'])} GiB.{over}{same}"
