@@ -57,6 +57,7 @@ class Timed(NamedTuple):
     inputs: Inputs
     profile: Profile
     missing_bytes: int  # what the microbatch needed outside of the layers
+    kind: RegionNames
 
 
 class CostsBySize:
@@ -64,21 +65,19 @@ class CostsBySize:
 
     def __init__(self) -> None:
         self._learned: dict[RegionNames, dict[Inputs, Regions]] = {}  # of each kind of inputs; the last learned is last
-        self._powers: dict[
-            RegionNames, list[list[Powers]]
-        ] = {}  # with what the bytes of each region of each layer grow
+        # With what the bytes of each region of each layer grow, and with what any do.
+        self._powers: dict[RegionNames, list[list[Powers]]] = {}
+        self._every: set[Powers] = set()
         self._timed: list[Timed] = []
         self._covered: list[Inputs] = []  # the inputs of which :attr:`largest` is the size
         self._more_bytes = 0.0  # for each element, what microbatches needed outside of the layers beyond what was timed
-        self._sizes: dict[Inputs, Size] = {}
-        self._lacking: dict[Inputs, bool] = {}  # found since something was learned or timed: every microbatch asks
 
     def learn(self, inputs: Inputs, regions: Regions) -> None:
         """The regions of a microbatch with these inputs."""
         kind = _names_in(regions)
         self._learned[kind] = samples = self._learned.pop(kind, {}) | {inputs: regions}
         self._powers[kind] = _powers_of({one: it for one, it in samples.items() if len(one.sides) == len(inputs.sides)})
-        self._sizes, self._lacking = {}, {}
+        self._every = {one for layers in self._powers.values() for layer in layers for one in layer}
 
     def regions_at(self, inputs: Inputs) -> list[list[RegionProfile]]:
         """The regions that were learned last, with the bytes that they have with these inputs."""
@@ -88,8 +87,8 @@ class CostsBySize:
 
     def add(self, inputs: Inputs, profile: Profile, missing_bytes: int) -> None:
         """What was timed with these inputs."""
-        self._timed.append(Timed(inputs, profile, missing_bytes))
-        self._more_bytes, self._lacking = 0.0, {}
+        self._timed.append(Timed(inputs, profile, missing_bytes, _names_in([one.regions for one in profile.layers])))
+        self._more_bytes = 0.0
         self.cover(inputs)
 
     def need_more(self, nbytes: int) -> None:
@@ -98,11 +97,6 @@ class CostsBySize:
 
     def lack(self, inputs: Inputs) -> bool:
         """Whether inputs have to be measured: much larger than what was timed, or longer in what never varied."""
-        if inputs not in self._lacking:
-            self._lacking[inputs] = self._lack(inputs)
-        return self._lacking[inputs]
-
-    def _lack(self, inputs: Inputs) -> bool:
         if not self._timed:
             return True
         sizes, now = [self.size_of(one.inputs) for one in self._timed], self.size_of(inputs)
@@ -112,17 +106,14 @@ class CostsBySize:
             if now[powers] > factor ** max(powers, default=1) * most:
                 return True
         last = self._timed[-1]
-        known = [*self._learned.get(_names_in([layer.regions for layer in last.profile.layers]), ()), last.inputs]
+        known = [*self._learned.get(last.kind, ()), last.inputs]
         sides = [one.sides for one in known if len(one.sides) == len(inputs.sides)]
         return any(len({*seen}) == 1 and one > seen[0] for one, *seen in zip(inputs.sides, *sides, strict=True))
 
     def size_of(self, inputs: Inputs) -> Size:
         """All that bytes grow with, of these inputs."""
-        if inputs not in self._sizes:
-            every = {one for layers in self._powers.values() for layer in layers for one in layer}
-            products = {one: math.prod(map(pow, inputs.sides, one)) for one in every if len(one) == len(inputs.sides)}
-            self._sizes[inputs] = {(): float(inputs.elements)} | products
-        return self._sizes[inputs]
+        products = {one: math.prod(map(pow, inputs.sides, one)) for one in self._every if len(one) == len(inputs.sides)}
+        return {(): float(inputs.elements)} | products
 
     def cover(self, inputs: Inputs) -> None:
         """Count these inputs to the largest from here on."""
@@ -139,7 +130,7 @@ class CostsBySize:
         """The profile of inputs of this size, and the bytes that are needed outside of the layers."""
         last = self._timed[-1]
         known = [layer.regions for layer in last.profile.layers]
-        grown = self._grown(_names_in(known), known, self.size_of(last.inputs), size)
+        grown = self._grown(last.kind, known, self.size_of(last.inputs), size)
         elements_each = [one.inputs.elements for one in self._timed]
         layers = []
         for number, regions in enumerate(grown):
