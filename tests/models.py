@@ -84,6 +84,19 @@ class MlpBlock(nn.Module):
         return y
 
 
+class Composed(nn.Module):
+    """A layer of these modules, parameters and others, which is one function of itself and its inputs."""
+
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(self, *inputs)
+
+
 def encoder_layer() -> nn.Module:
     """PyTorch's own transformer layer."""
     return nn.TransformerEncoderLayer(WIDTH, HEADS, dim_feedforward=64, dropout=0.1, batch_first=True)

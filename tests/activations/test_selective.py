@@ -14,6 +14,7 @@ from models import (
     BATCH,
     TOKENS,
     WIDTH,
+    Composed,
     DecoderBlock,
     GptBlock,
     Seen,
@@ -91,21 +92,14 @@ def test_kept_results_are_offloaded(policies: dict[str, str] | None, lab: Lab) -
     assert moved_bytes(Selective, lab, policies) == INPUT + 2 * PRODUCED
 
 
-class Chain(nn.Module):
+def chain() -> nn.Module:
     """Products one after the other, whose results are all that is there between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.eye(256) / 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(8):
-            x = x @ self.weight
-        return x
+    weight = nn.Parameter(torch.eye(256) / 2)
+    return Composed(lambda own, x: functools.reduce(torch.matmul, [own.weight] * 8, x), weight=weight)
 
 
 def test_device_memory(lab: Lab) -> None:
-    layers, _ = build(lambda: Selective(Chain), 6, lab.device)
+    layers, _ = build(lambda: Selective(chain), 6, lab.device)
     x = torch.rand(1024, 256, device=lab.device, requires_grad=True)
     one = 4 * x.numel()
 
@@ -216,21 +210,19 @@ def test_evaluation_and_abandoned_graphs(lab: Lab) -> None:
     assert lab.pool.used_bytes == 0
 
 
-class Changing(nn.Module):
+def changing(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Changes what was kept after it was."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.bmm(x, x.mT)
-        z = y.sin()
-        with torch.no_grad():
-            y.add_(1)
-        return F.pad(z, (0, x.shape[-1] - z.shape[-1])) * x
+    y = torch.bmm(x, x.mT)
+    z = y.sin()
+    with torch.no_grad():
+        y.add_(1)
+    return F.pad(z, (0, x.shape[-1] - z.shape[-1])) * x
 
 
 @pytest.mark.parametrize("mutation", [False, True])
 def test_what_is_kept_must_not_change(mutation: bool, lab: Lab) -> None:
     """Also where PyTorch would give back whatever is in its memory by then: that may be on the host."""
-    layers, x = build(Changing, LAYERS, lab.device)
+    layers, x = build(lambda: Composed(changing), LAYERS, lab.device)
     run = selective(layers[0], [torch.ops.aten.bmm.default], allow_cache_entry_mutation=mutation)
     with offloaded(layers, lab):
         loss = loss_of(run(x))
@@ -269,24 +261,17 @@ class Gated(nn.Module):
         return result
 
 
-class Layer(nn.Module):
+def by_regions(*, keeps: bool = True) -> nn.Module:
     """Checkpoints what is in it."""
-
-    def __init__(self, *, keeps: bool = True) -> None:
-        super().__init__()
-        self.inner = Gated(keeps=keeps)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = remat.checkpoint(region_name="layer")(self.inner)(x)
-        return result
+    return Composed(lambda own, x: remat.checkpoint(region_name="layer")(own.inner)(x), inner=Gated(keeps=keeps))
 
 
 @pytest.mark.parametrize("policies", [*POLICIES.values()][:4], ids=[*POLICIES][:4])
 def test_a_region_that_is_kept_is_offloaded(policies: dict[str, str] | None, lab: Lab) -> None:
-    assert moved_bytes(functools.partial(Layer, keeps=False), lab, policies) == INPUT
+    assert moved_bytes(functools.partial(by_regions, keeps=False), lab, policies) == INPUT
     if policies == POLICIES["recompute"]:
         # The layer would have to run again while torch_remat runs its part again, which it refuses.
         with pytest.raises(NotImplementedError, match="nested torch_remat"):
-            moved_bytes(Layer, lab, policies)
+            moved_bytes(by_regions, lab, policies)
         return
-    assert moved_bytes(Layer, lab, policies) == INPUT + 2 * INPUT // WIDTH * INSIDE
+    assert moved_bytes(by_regions, lab, policies) == INPUT + 2 * INPUT // WIDTH * INSIDE

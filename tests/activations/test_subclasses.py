@@ -12,7 +12,7 @@ import tensor_parallel_worker
 import torch
 import torch.distributed as dist
 from lab import Lab
-from models import NOTHING, Offloading, Product, assert_same, gradients, loss_of, offloading, save, through
+from models import NOTHING, Composed, Offloading, Product, assert_same, gradients, loss_of, offloading, save, through
 from ranks import ranks_of
 from saving import CHANGES, WHERE, assert_identical, normal, nothing, round_trip, run
 from torch import nn
@@ -179,11 +179,7 @@ def test_gradients_of_subclasses(depth: int, lab: Lab) -> None:
 
 
 def test_profile_counts_what_is_offloaded(lab: Lab) -> None:
-    class Layer(nn.Module):
-        def forward(self, y: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(y).exp()
-
-    layers = nn.Sequential(Layer(), Layer(), Layer())
+    layers = nn.Sequential(*(Composed(lambda _, y: torch.tanh(y).exp()) for _ in range(3)))
 
     def step() -> None:
         layers(Boxed(Boxed(normal(8, 12).to(lab.device))).requires_grad_()).sum().backward()
@@ -552,16 +548,9 @@ def distributed_layers(mesh: Any) -> nn.ModuleList:
 
 def test_gradients_of_dtensors(mesh: Any) -> None:
     layers = distributed_layers(mesh)
-
-    class Block(nn.Module):
-        def __init__(self, linear: nn.Module) -> None:
-            super().__init__()
-            self.linear = linear
-
-        def forward(self, y: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(self.linear(y)).to_local().exp()
-
-    blocks = nn.ModuleList(Block(linear) for linear in layers)
+    blocks = nn.ModuleList(
+        Composed(lambda own, y: torch.tanh(own.linear(y)).to_local().exp(), linear=linear) for linear in layers
+    )
     x = normal(8, 12).to(mesh.device_type).requires_grad_()
 
     def step() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from llama import LAYERS, enable_checkpointing, llama
-from models import GptBlock
+from models import Composed, GptBlock
 from torch import nn
 from torch.func import functional_call
 
@@ -107,12 +107,8 @@ def test_the_input_is_saved_and_nothing_between() -> None:
 
 
 def test_the_input_goes_when_its_backward_has_run() -> None:
-    class Square(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * x
-
     layer = nn.Module()
-    layer.mlp = Square()
+    layer.mlp = Composed(lambda _, x: x * x)
     x = torch.rand(12, 3, requires_grad=True)
     with tile_mlp([layer], 4):
         y = x * 2
@@ -443,12 +439,11 @@ def test_flags_and_buffers_that_change_before_backward_are_named() -> None:
 
 
 def test_flags_may_change_and_come_back_before_backward_and_settings_are_those_of_forward() -> None:
-    class MakesItsMask(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            dtypes.append(torch.ones(1).dtype)
-            return x * torch.ones(1)
-
     dtypes: list[torch.dtype] = []
+
+    def makes_its_mask(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        dtypes.append(torch.ones(1).dtype)
+        return x * torch.ones(1)
 
     def step(layer: Layer, x: torch.Tensor) -> torch.Tensor:
         y = layer(x)
@@ -464,20 +459,19 @@ def test_flags_may_change_and_come_back_before_backward_and_settings_are_those_o
             torch.set_default_dtype(torch.float32)
         return y.detach()
 
-    tiled_and_whole(Layer(MakesItsMask()), step)
+    tiled_and_whole(Layer(Composed(makes_its_mask)), step)
     assert set(dtypes) == {torch.float32}
 
 
 def test_a_generator_of_the_programs_draws_the_same_again() -> None:
     generator = torch.Generator()
-
-    class Noise(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            masks.append(torch.empty_like(x).bernoulli_(generator=generator))
-            return x * masks[-1]
-
     masks: list[torch.Tensor] = []
-    layer = Layer(Noise())
+
+    def noise(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        masks.append(torch.empty_like(x).bernoulli_(generator=generator))
+        return x * masks[-1]
+
+    layer = Layer(Composed(noise))
     with tile_mlp([layer], 16):
         y = layer(torch.randn(1, 64, 8))
         after = generator.get_state()
@@ -547,16 +541,9 @@ def test_mixtrals_balance_loss_is_refused() -> None:
 
 
 def test_parameters_of_others_are_refused() -> None:
-    class Borrows(nn.Module):
-        def __init__(self, weight: torch.Tensor) -> None:
-            super().__init__()
-            self.own, self.others = nn.Linear(8, 8), [weight]
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.own(x) @ self.others[0]
-
     layer = Layer()
-    layer.mlp = Borrows(nn.Parameter(torch.ones(8, 8)))
+    others = [nn.Parameter(torch.ones(8, 8))]
+    layer.mlp = Composed(lambda own, x: own.linear(x) @ own.others[0], linear=nn.Linear(8, 8), others=others)
     with (
         tile_mlp([layer], 16),
         pytest.raises(TypeError, match=r"must use its input and parameters alone, .* of shape \(8, 8\)"),
@@ -576,11 +563,7 @@ def test_a_weight_that_a_hook_computes_before_the_tiles_is_refused() -> None:
 
 
 def test_an_in_place_change_of_what_backward_needs_raises_as_without_tiles() -> None:
-    class Wrong(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.exp().mul_(2)
-
-    layer = Layer(Wrong())
+    layer = Layer(Composed(lambda _, x: x.exp().mul_(2)))
     with tile_mlp([layer], 16):
         y = layer(torch.randn(1, 64, 8))
         with pytest.raises(RuntimeError, match="was changed in place after it was saved"):

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from models import through
+from models import Composed, through
 from torch import Tensor, nn
 
 from benchmarks.workloads import DecoderBlock
@@ -133,13 +133,12 @@ class TestBytes:
             assert handle.stats().reloaded_bytes == expected
 
     def test_of_each_tensor_in_the_order_of_saving(self):
-        class Saves(nn.Module):
-            def forward(self, x):
-                a = x.exp()  # saves its result
-                return a[:512].square().sum() + a.sin().cos().sum()  # saves a view of it, it again, and sin's
+        def saves(_, x):
+            a = x.exp()  # saves its result
+            return a[:512].square().sum() + a.sin().cos().sum()  # saves a view of it, it again, and sin's
 
         (layer,) = profile_layers(
-            [module := Saves()],
+            [module := Composed(saves)],
             lambda: module(torch.ones(1024, requires_grad=True)).backward(),
             min_bytes=MIN_BYTES,
             steps=1,
@@ -157,15 +156,7 @@ class TestBytes:
             profile_layers([linear], step, min_bytes=32 * 64 * 4 + 1, steps=1)
 
     def test_a_storage_that_two_layers_save_counts_in_the_later_one(self):
-        class Exp(nn.Module):
-            def forward(self, x):
-                return x.exp()
-
-        class Square(nn.Module):
-            def forward(self, x):
-                return x.square()
-
-        model = nn.Sequential(Exp(), Square())
+        model = nn.Sequential(Composed(lambda _, x: x.exp()), Composed(lambda _, x: x.square()))
         step = training_step(model, torch.ones(1024, requires_grad=True))
         profile = profile_layers(model, step, min_bytes=MIN_BYTES, steps=1)
         assert [layer.tensors for layer in profile.layers] == [(), (4096,)]

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from faults import in_threads
 from lab import Lab
-from models import WIDTH, Seen, assert_same, build, gradients, leaves_of, loss_of, through
+from models import WIDTH, Composed, Seen, assert_same, build, gradients, leaves_of, loss_of, through
 from test_policies import ALL, Function, assert_bits, assert_right, offloaded
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -1532,19 +1532,13 @@ def test_a_device_too_full_for_a_second_run_has_what_the_run_is_compared_with_on
         assert handle.regions(0)["add"] == "recompute"
 
 
-class Masked(nn.Module):
+def masked() -> nn.Module:
     """A layer with a mask that the layer adds, so that autograd saves no mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return x + (self.lin(x) + mask.mean()).sin()
+    return Composed(lambda own, x, mask: x + (own.lin(x) + mask.mean()).sin(), lin=nn.Linear(WIDTH, WIDTH))
 
 
 def test_a_mask_that_all_layers_are_given_is_not_offloaded(lab: Lab) -> None:
-    layers, x = build(Masked, LAYERS, lab.device)
+    layers, x = build(masked, LAYERS, lab.device)
     bytes_of: list[int] = []
     for size in (1, 1 << 16):
         mask = torch.zeros(size, device=lab.device)
@@ -1565,18 +1559,14 @@ def test_a_mask_that_all_layers_are_given_is_not_offloaded(lab: Lab) -> None:
 
 @pytest.mark.parametrize("policies", [ALL, ADD], ids=["all", "sums kept"])
 def test_an_attribute_that_is_an_inference_tensor(policies: dict[str, str], lab: Lab) -> None:
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin = nn.Linear(WIDTH, WIDTH)
-            with torch.inference_mode():
-                self.positions = torch.linspace(0, 1, WIDTH)
-                self.unread = torch.zeros(1)
+    def layer() -> nn.Module:
+        with torch.inference_mode():
+            made = {"positions": torch.linspace(0, 1, WIDTH), "unread": torch.zeros(1)}
+        return Composed(
+            lambda own, x: (own.lin(x).sin() + own.positions).tanh() * x, lin=nn.Linear(WIDTH, WIDTH), **made
+        )
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (self.lin(x).sin() + self.positions).tanh() * x
-
-    layers, x = build(Layer, LAYERS, torch.device("cpu"))
+    layers, x = build(layer, LAYERS, torch.device("cpu"))
     assert assert_bits(partial(step, layers, x), layers, lab, policies)["sin"] == "recompute"
 
 
@@ -1658,18 +1648,13 @@ def test_memory_that_is_reshaped_before_it_is_filled_makes_nothing_run_again(lab
 def test_two_threads_that_ask_for_tensors_of_one_layer_run_it_once(lab: Lab) -> None:
     runs: list[Any] = []
 
-    class Fork(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin = nn.Linear(WIDTH, WIDTH)
+    def fork(own: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        runs.append(threading.get_ident())
+        if torch._C._current_graph_task_id() >= 0:
+            time.sleep(0.2)  # the other thread comes meanwhile
+        return own.lin(x).sin().exp(), own.lin(x + 1).cos().exp()
 
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            runs.append(threading.get_ident())
-            if torch._C._current_graph_task_id() >= 0:
-                time.sleep(0.2)  # the other thread comes meanwhile
-            return self.lin(x).sin().exp(), self.lin(x + 1).cos().exp()
-
-    layers, x = build(Fork, 1, lab.device)
+    layers, x = build(lambda: Composed(fork, lin=nn.Linear(WIDTH, WIDTH)), 1, lab.device)
 
     def backward(output: torch.Tensor, start: threading.Barrier) -> None:
         start.wait(30)
@@ -1699,20 +1684,18 @@ def test_backward_frees_what_is_kept_behind_the_last_dropped_tensor(lab: Lab) ->
     made: list[StorageWeakRef] = []
     freed: list[bool] = []
 
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(WIDTH, 16 * WIDTH), nn.Linear(16 * WIDTH, WIDTH, bias=False)
+    def forward(own: Any, x: torch.Tensor) -> torch.Tensor:
+        if torch._C._current_graph_task_id() != -1:
+            freed.extend(one.expired() for one in made)
+            made.clear()
+        hidden = own.up(x.relu()).sin().exp()
+        made.append(StorageWeakRef(hidden.untyped_storage()))
+        return own.down(hidden)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if torch._C._current_graph_task_id() != -1:
-                freed.extend(one.expired() for one in made)
-                made.clear()
-            hidden = self.up(x.relu()).sin().exp()
-            made.append(StorageWeakRef(hidden.untyped_storage()))
-            return self.down(hidden)
+    def layer() -> nn.Module:
+        return Composed(forward, up=nn.Linear(WIDTH, 16 * WIDTH), down=nn.Linear(16 * WIDTH, WIDTH, bias=False))
 
-    layers, x = build(Layer, 1, lab.device)
+    layers, x = build(layer, 1, lab.device)
     x = x.detach().repeat(64, *[1] * (x.ndim - 1)).requires_grad_()
     peaks = {}
     for policy in ("keep", "recompute"):

@@ -300,23 +300,23 @@ def test_the_weights_of_one_layer_that_a_program_changes_between_forwards(device
         assert handle.stats().loads == 2
 
 
-class Shared(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.two.weight = nn.Parameter(self.one.weight.data)
+def shared() -> nn.Module:
+    layer = nn.ModuleDict({"one": nn.Linear(3, 3), "two": nn.Linear(3, 3)})
+    layer["two"].weight = nn.Parameter(layer["one"].weight.data)
+    return layer
 
 
-class Subclassed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = type("Special", (nn.Parameter,), {})(torch.ones(3))
+def holding(weight: nn.Parameter) -> nn.Module:
+    layer = nn.Module()
+    layer.weight = weight
+    return layer
 
 
-class Sparse(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.eye(3).to_sparse())
+class Special(nn.Parameter):
+    pass
+
+
+SPARSE = torch.eye(3).to_sparse()
 
 
 @pytest.mark.parametrize(
@@ -326,9 +326,9 @@ class Sparse(nn.Module):
         (lambda: [nn.GELU()], ValueError, "layers must hold parameters, got 1 modules"),
         (lambda: [nn.Linear(3, 3, device="meta")], ValueError, "layer 0's weight must have values, got a lazy"),
         (lambda: [nn.LazyLinear(3)], ValueError, "layer 0's weight must have values, got a lazy"),
-        (lambda: [Shared()], ValueError, "layer 0's two.weight must have memory of its own"),
-        (lambda: [Subclassed()], TypeError, "must be a plain nn.Parameter, got a Special"),
-        (lambda: [Sparse()], TypeError, "must be dense, got layout torch.sparse_coo"),
+        (lambda: [shared()], ValueError, "layer 0's two.weight must have memory of its own"),
+        (lambda: [holding(Special(torch.ones(3)))], TypeError, "must be a plain nn.Parameter, got a Special"),
+        (lambda: [holding(nn.Parameter(SPARSE))], TypeError, "must be dense, got layout torch.sparse_coo"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Lazy modules")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import WIDTH, GptBlock, Recurrent, assert_same, build, loss_of
+from models import WIDTH, Composed, GptBlock, Recurrent, assert_same, build, loss_of
 from streaming import Step, assert_moved, backward, check_step, forward, gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -146,20 +146,18 @@ class InnerCheckpoint(GptBlock):
         return x + checkpoint(lambda y: self.mlp(self.norm2(y)), x, use_reentrant=False)
 
 
-class UsedTwice(nn.Module):
+def used_twice() -> nn.Module:
     """Uses a weight in two reentrant checkpoints and once more: three runs of autograd bring its gradient."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+    def forward(own: Any, x: torch.Tensor) -> torch.Tensor:
+        y = checkpoint(lambda x: torch.tanh(own.linear(x)), x, use_reentrant=True)
+        return x + checkpoint(own.linear, torch.tanh(own.linear(y)), use_reentrant=True)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = checkpoint(lambda x: torch.tanh(self.linear(x)), x, use_reentrant=True)
-        return x + checkpoint(self.linear, torch.tanh(self.linear(y)), use_reentrant=True)
+    return Composed(forward, linear=nn.Linear(WIDTH, WIDTH))
 
 
 def test_several_gradients_of_reentrant_checkpoints_are_refused(device: torch.device) -> None:
-    layers, x = build(UsedTwice, LAYERS, device)
+    layers, x = build(used_twice, LAYERS, device)
     with stream_weights(layers, device) as handle:
         with pytest.raises(NotImplementedError, match=r"must get one gradient .*use_reentrant=False"):
             backward(layers, x)
@@ -172,37 +170,28 @@ def autocast(layers: Sequence[nn.Module], x: Any, **options: Any) -> Any:
         return forward(layers, x)
 
 
-class Repeated(nn.Module):
+def repeated() -> nn.Module:
     """Uses a weight twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.linear(torch.tanh(self.linear(x)))
+    return Composed(lambda own, x: x + own.linear(torch.tanh(own.linear(x))), linear=nn.Linear(WIDTH, WIDTH))
 
 
 def test_autocast_of_a_weight_that_is_used_several_times(device: torch.device) -> None:
     """PyTorch casts the weight once and adds in the lower precision; streaming is as without that cache."""
-    layers, x = build(Repeated, LAYERS, device)
+    layers, x = build(repeated, LAYERS, device)
     check(layers, x, autocast, reference=partial(autocast, cache_enabled=False), microbatches=2)
     with pytest.raises(AssertionError, match="differ"):
         check(layers.to(device), x, autocast)
 
 
-class Uses(nn.Module):
+def using(uses: int) -> nn.Module:
     """Uses its weight several times."""
 
-    def __init__(self, uses: int) -> None:
-        super().__init__()
-        self.uses = uses
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(self.uses):
-            x = torch.tanh(x @ self.weight)
+    def forward(own: Any, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(uses):
+            x = torch.tanh(x @ own.weight)
         return x
+
+    return Composed(forward, weight=nn.Parameter(torch.randn(WIDTH, WIDTH) / 4))
 
 
 def may_round_otherwise(uses: int, layers: int, in_loss: bool, reentrant: bool, microbatches: int) -> bool:
@@ -219,7 +208,7 @@ USES = list(itertools.product((1, 2), (1, 2, 3), (False, True), (False, True), (
 def test_sums_are_made_in_autograds_order(case: tuple[Any, ...], device: torch.device) -> None:
     uses, sharing, in_loss, reentrant, microbatches = case
     torch.manual_seed(0)
-    layers = nn.ModuleList(Uses(uses) for _ in range(LAYERS)).to(device)
+    layers = nn.ModuleList(using(uses) for _ in range(LAYERS)).to(device)
     for layer in layers[:sharing]:
         layer.weight = layers[0].weight
     inputs = [torch.randn(4, WIDTH, device=device, requires_grad=True) for _ in range(microbatches)]
@@ -245,32 +234,24 @@ def test_compiled_layers(device: torch.device) -> None:
     check(layers, x, microbatches=2)
 
 
-class Lora(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.a, self.b = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.silu(self.base(x) + self.b(self.a(x)))
+def lora() -> nn.Module:
+    adapters = {"a": nn.Linear(WIDTH, 2, bias=False), "b": nn.Linear(2, WIDTH, bias=False)}
+    base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    return Composed(lambda own, x: F.silu(own.base(x) + own.b(own.a(x))), base=base, **adapters)
 
 
 def test_lora(device: torch.device) -> None:
-    layers, x = build(Lora, LAYERS, device)
+    layers, x = build(lora, LAYERS, device)
     stats = check(layers, x, microbatches=2).stats()
     assert stats.gradient_bytes == 4 * LAYERS * 2 * 2 * WIDTH * 4
     assert stats.gradient_host_bytes < stats.weight_bytes / 2
     assert stats.staging_bytes < stats.weight_bytes / 2
 
 
-class TiedInside(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.two.weight = self.one.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.two(torch.tanh(self.one(x)))
+def tied_inside() -> nn.Module:
+    layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    layer[2].weight = layer[0].weight
+    return layer
 
 
 class Passing(nn.Module):
@@ -330,7 +311,7 @@ WAYS: dict[str, tuple[Any, int, Forward]] = {
     "reentrant checkpoints of layers called twice": ("gpt", 3, checkpointed_twice),
     "saved-tensor hooks of the program": ("decoder", LAYERS, saved_on_cpu),
     "autocast": ("decoder", LAYERS, autocast),
-    "weights tied inside a layer": (TiedInside, LAYERS, forward),
+    "weights tied inside a layer": (tied_inside, LAYERS, forward),
     "each layer twice in a row": ("gpt", 3, called(0, 0, 1, 1, 2, 2)),
     "all layers twice": ("gpt", 3, called(0, 1, 2, 0, 1, 2)),
     "another order, and back": ("gpt", 3, called(2, 0, 1, 1, 0)),
