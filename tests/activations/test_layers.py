@@ -15,7 +15,18 @@ import torch
 from faults import in_threads
 from lab import Lab
 from llama import LAYERS
-from models import DecoderBlock, GptBlock, assert_same, build, gradients, leaves_of, loss_of, step_gradients, through
+from models import (
+    Composed,
+    DecoderBlock,
+    GptBlock,
+    assert_same,
+    build,
+    gradients,
+    leaves_of,
+    loss_of,
+    step_gradients,
+    through,
+)
 from saving import saved_and_loaded
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -86,21 +97,14 @@ def test_schedule_of_ones_own(device: torch.device) -> None:
         assert_same(expected, step_gradients(layers, x))
 
 
-class Checkpointed(nn.Module):
-    """Recomputes its own body in backward."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.block = GptBlock()
-        self.reentrant = reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * checkpoint(self.block, x.tanh(), use_reentrant=self.reentrant)
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_layers_that_recompute_themselves(reentrant: bool, device: torch.device) -> None:
-    layers, x = build(lambda: Checkpointed(reentrant), LAYERS, device)
+
+    def checkpointed() -> nn.Module:
+        """Recomputes its own body in backward."""
+        return Composed(lambda own, x: x * checkpoint(own.block, x.tanh(), use_reentrant=reentrant), block=GptBlock())
+
+    layers, x = build(checkpointed, LAYERS, device)
     expected = step_gradients(layers, x)
     with handle_for(layers) as handle:
         for _ in range(2):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lab import Lab
-from models import WIDTH, assert_same, build, gradients, leaves_of, loss_of, step_gradients, through
+from models import WIDTH, Composed, assert_same, build, gradients, leaves_of, loss_of, step_gradients, through
 
 import offload
 from benchmarks.workloads import DecoderBlock
@@ -137,21 +137,19 @@ def test_a_plan_for_other_layers_is_refused(lab: Lab) -> None:
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
 
 
-class Branching(torch.nn.Module):
+def branching() -> torch.nn.Module:
     """Without ``scale``, other regions, as batches without a mask have them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = torch.nn.Linear(WIDTH, 64), torch.nn.Linear(64, WIDTH)
+    def forward(own: Any, x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        y = own.up(x).sin()
+        return x + own.down(y.exp().tanh() if scale is None else (y * scale).tanh())
 
-    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        y = self.up(x).sin()
-        return x + self.down(y.exp().tanh() if scale is None else (y * scale).tanh())
+    return Composed(forward, up=torch.nn.Linear(WIDTH, 64), down=torch.nn.Linear(64, WIDTH))
 
 
 @pytest.mark.parametrize("first", [False, True])
 def test_a_plan_is_followed_by_name_where_inputs_are_of_another_kind(first: bool, lab: Lab) -> None:
-    layers, x = build(Branching, LAYERS, lab.device)
+    layers, x = build(branching, LAYERS, lab.device)
     scale = torch.rand(64, device=lab.device)
 
     def step(scale: torch.Tensor | None) -> list[torch.Tensor]:

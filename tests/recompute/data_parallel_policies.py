@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import offload
+from benchmarks.workloads import NormMlpBlock
 
 LAYERS, WIDTH, ROWS, STEPS = 5, 64, 32, 3
 KINDS = ("ddp", "fsdp", "kept", "mixed", "compiled")
@@ -30,20 +31,10 @@ ONE = {"kept": "products kept", "mixed": "recompute", "compiled": "products offl
 CASES = [(kind, name) for kind in KINDS for name in POLICIES if ONE.get(kind, name) == name]
 
 
-class Block(nn.Module):
-    def __init__(self, width, hidden):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
-
-    def forward(self, x):
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
-def build(kind, mesh, width=WIDTH, hidden=4 * WIDTH):
+def build(kind, mesh, width=WIDTH):
     """A model of this kind, and its layers."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block(width, hidden) for _ in range(LAYERS))).to(mesh.device_type)
+    model = nn.Sequential(*(NormMlpBlock(width) for _ in range(LAYERS))).to(mesh.device_type)
     if kind == "compiled":
         for layer in model:
             layer.compile(backend="aot_eager")
@@ -83,7 +74,7 @@ def train(model, rank, device, steps=STEPS, rows=lambda *_: ROWS, note=lambda: N
 
 def peak_bytes(kind, policies, mesh):
     """Of a step whose weights are much and whose activations are little."""
-    model, layers = build(kind, mesh, 256, 1024)
+    model, layers = build(kind, mesh, 256)
     x = torch.randn(8, 256, device=mesh.device_type)
 
     def step():

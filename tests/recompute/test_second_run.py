@@ -462,8 +462,7 @@ def test_buffers_that_forward_writes(lab: Lab) -> None:
         found = gradients(leaves_of(layers, x, other), both)
         return [*found, *[buffer.clone() for buffer in layers.buffers()]]
 
-    plain, x = build(Normed, LAYERS, lab.device)
-    layers, _ = build(Normed, LAYERS, lab.device)
+    (plain, x), (layers, _) = (build(Normed, LAYERS, lab.device) for _ in range(2))
     with offloaded(layers, lab) as handle:
         for _ in range(4):
             assert_same(run(plain, x), run(layers, x))
@@ -532,8 +531,7 @@ class Balanced(nn.Module):
 
 def test_what_forward_leaves_behind(lab: Lab) -> None:
     """It is of forward's own graph, although a second run computes an equal number."""
-    plain, x = build(Balanced, LAYERS, lab.device)
-    layers, _ = build(Balanced, LAYERS, lab.device)
+    (plain, x), (layers, _) = (build(Balanced, LAYERS, lab.device) for _ in range(2))
 
     def run(layers: nn.ModuleList) -> list[torch.Tensor]:
         def forward_and_backward() -> None:
@@ -550,24 +548,20 @@ def test_what_forward_leaves_behind(lab: Lab) -> None:
         assert handle.regions(0)["sin"] == "recompute"
 
 
-class HighWater(nn.Module):
+def high_water() -> nn.Module:
     """Keeps the largest mean that it has seen: most forwards write into the buffer what the buffer holds already."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(WIDTH))
-        self.register_buffer("mark", torch.ones(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(own: Any, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            torch.maximum(self.mark, x.mean(), out=self.mark)
-        return (x * self.weight * self.mark.clone()).tanh() * x
+            torch.maximum(own.mark, x.mean(), out=own.mark)
+        return (x * own.weight * own.mark.clone()).tanh() * x
+
+    return Composed(forward, weight=nn.Parameter(torch.rand(WIDTH)), mark=nn.Buffer(torch.ones(())))
 
 
 @pytest.mark.parametrize("policies", [ALL, MUL], ids=["all", "products kept"])
 def test_a_write_that_changes_nothing_while_it_is_learned(policies: dict[str, str], lab: Lab) -> None:
-    plain, x = build(HighWater, LAYERS, lab.device)
-    layers, _ = build(HighWater, LAYERS, lab.device)
+    (plain, x), (layers, _) = (build(high_water, LAYERS, lab.device) for _ in range(2))
     with offloaded(layers, lab, policies) as handle:
         for factor in (0.1, 2.0, 3.0):
             given = (x * factor).detach().requires_grad_()
