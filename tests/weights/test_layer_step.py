@@ -3,6 +3,7 @@
 import copy
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -123,10 +124,8 @@ class Loop:
     def step(self, *losses: torch.Tensor) -> None:
         """A step of several microbatches."""
         for number, loss in enumerate(losses):
-            if number < len(losses) - 1 and self.handle is not None:
-                with self.handle.no_step():
-                    loss.backward()
-            else:
+            last = number == len(losses) - 1
+            with nullcontext() if last or self.handle is None else self.handle.no_step():
                 loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -197,19 +196,12 @@ def test_accumulation_adds_what_the_host_has(options: dict[str, Any], lab: Lab) 
     both(lab, run, **options)
 
 
-def test_all_microbatches_without_a_step(lab: Lab) -> None:
+def without_a_step(loop: Loop) -> None:
     """``optimizer.step()`` makes it, with gradients from the host."""
-
-    def run(loop: Loop) -> None:
-        for number in range(4):
-            if loop.handle is None:
-                loop.loss(number).backward()
-            else:
-                with loop.handle.no_step():
-                    loop.loss(number).backward()
-            loop.step(*[loop.loss(number)] if number % 2 else [])
-
-    both(lab, run)
+    for number in range(4):
+        with nullcontext() if loop.handle is None else loop.handle.no_step():
+            loop.loss(number).backward()
+        loop.step(*[loop.loss(number)] if number % 2 else [])
 
 
 def clipped(loop: Loop) -> None:
@@ -227,18 +219,14 @@ def test_without_in_backward_gradients_may_be_clipped(lab: Lab) -> None:
     assert loop.handle.stats().backward_chunks == 0
 
 
-def test_gradients_that_the_program_sets_are_stepped_with(lab: Lab) -> None:
+def with_gradients_of_the_program(loop: Loop) -> None:
     """Of other strides than the weights, and in ordinary memory."""
-
-    def run(loop: Loop) -> None:
-        for number in range(3):
-            for parameter in loop.layers[1].parameters():
-                parameter.grad = torch.full((), number + 0.5, device=parameter.device).expand_as(parameter)
-            loop.optimizer.step()
-            loop.optimizer.zero_grad()
-            loop.step(loop.loss(number))
-
-    both(lab, run)
+    for number in range(3):
+        for parameter in loop.layers[1].parameters():
+            parameter.grad = torch.full((), number + 0.5, device=parameter.device).expand_as(parameter)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        loop.step(loop.loss(number))
 
 
 def test_pinned_gradients_are_freed_when_steps_in_backward_begin(lab: Lab) -> None:
@@ -350,6 +338,20 @@ def test_other_ways_through_the_layers(way: str, lab: Lab) -> None:
     assert loop.streamed.stats().early_steps > STEPS
     tied = loop.layers[0].linear.weight.nbytes if shared else 0
     assert shared or loop.streamed.stats().gradient_host_bytes == tied
+
+
+def failing_before_any_step(loop: Loop) -> None:
+    for number in range(4):
+        y = Stop()(forward(loop.layers[:-1], loop.embed(loop.inputs[number])))
+        with pytest.raises(ValueError, match="stop"):
+            loss_of(loop.layers[-1](y)).backward()
+        loop.optimizer.zero_grad()
+        loop.step(loop.loss(number))
+
+
+@pytest.mark.parametrize("run", [without_a_step, with_gradients_of_the_program, failing_before_any_step])
+def test_other_ways_to_make_a_step(run: Callable[[Loop], None], lab: Lab) -> None:
+    both(lab, run)
 
 
 def test_parameters_of_other_optimizers(lab: Lab) -> None:
@@ -536,18 +538,6 @@ def test_a_copy_that_fails_is_told(good: int, lab: Lab, monkeypatch: pytest.Monk
     train(plain, 2)
     plain.step(plain.loss(3))
     assert_same(plain.values, loop.values)
-
-
-def test_a_backward_that_fails_before_any_step_changes_nothing(lab: Lab) -> None:
-    def run(loop: Loop) -> None:
-        for number in range(4):
-            y = Stop()(forward(loop.layers[:-1], loop.embed(loop.inputs[number])))
-            with pytest.raises(ValueError, match="stop"):
-                loss_of(loop.layers[-1](y)).backward()
-            loop.optimizer.zero_grad()
-            loop.step(loop.loss(number))
-
-    both(lab, run)
 
 
 @pytest.mark.slow
