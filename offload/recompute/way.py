@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
@@ -257,56 +257,50 @@ def list_regions(way: Way, seconds: Sequence[float], forward_s: float) -> tuple[
         seconds: Of each operation.
         forward_s: Seconds of the whole forward, for what was computed unseen.
     """
-    trace, zone = way.trace, way.trace.zone
-    saved = {one.storage: number for number, one in enumerate(trace.saved) if one.storage is not None and one.movable}
+    trace, zone, storages = way.trace, way.trace.zone, way.trace.storages
+    movable = list(dict.fromkeys(one.storage for one in trace.saved if one.storage is not None and one.movable))
     rest = {storage for number in way.rest_numbers if (storage := trace.saved[number].storage) is not None}
-    listed = _leading_to(trace, list(saved))
+    forced = {trace.saved[number].storage for number in way.forced}
+    saved = set(movable) - rest
     numbers: dict[int, int] = {}
     costs: list[RegionProfile] = []
 
-    def add(storage: int, name: str, took_s: float, reads: Sequence[int], first: int | None) -> None:
-        numbers[storage] = len(costs)
-        number = None if storage in rest else saved.get(storage)
-        again = name != SOURCE and way.reason is None and (number is None or number not in way.forced)
-        nbytes = trace.storages[storage].nbytes
-        costs.append(RegionProfile(name, nbytes, took_s, tuple(reads), number is not None, again, first))
+    def add(name: str, made: Collection[int], took_s: float, reads: Iterable[int], first: int | None = None) -> None:
+        held = name == REST or not saved.isdisjoint(made)
+        again = name != SOURCE and way.reason is None and not (held and forced & {*made})
+        read = sorted({numbers[one] for one in reads if one in numbers})
+        numbers.update(dict.fromkeys(made, len(costs)))
+        nbytes = sum(storages[one].nbytes for one in made)
+        costs.append(RegionProfile(name, nbytes, took_s, tuple(read), held, again, first))
 
     sources = [
         *(one for one in trace.given if one in trace.movable_inputs and any(one in step.reads for step in trace.steps)),
-        *(one for one in saved if not trace.storages[one].writers and one not in way.names),
+        *(one for one in movable if not storages[one].writers and one not in way.names),
     ]
     for storage in dict.fromkeys(sources):
-        add(storage, SOURCE, 0.0, (), None)
-    given = tuple(range(len(costs)))
-    unseen = [one for one in saved if way.names.get(one) == UNSEEN and one not in rest]
+        add(SOURCE, [storage], 0.0, ())
+    unseen = [one for one in movable if way.names.get(one) == UNSEEN and one in saved]
     if unseen:
-        nbytes = sum(trace.storages[one].nbytes for one in unseen)
-        again = way.reason is None and not way.forced
-        numbers.update(dict.fromkeys(unseen, len(costs)))
-        costs.append(RegionProfile(UNSEEN, nbytes, forward_s, given, recomputable=again))
+        add(UNSEEN, unseen, forward_s, list(numbers))
     firsts: dict[int, int] = {}
-    made = [one for one in listed if trace.storages[one].writers and one in way.names and one not in numbers]
-    for storage in sorted(made, key=lambda one: (trace.storages[one].writers[-1], one)):
-        writers = trace.storages[storage].writers
+    made = [one for one in _leading_to(trace, movable) if storages[one].writers and one in way.names]
+    for storage in sorted({*made} - numbers.keys(), key=lambda one: (storages[one].writers[-1], one)):
+        writers = storages[storage].writers
         if 0 <= zone <= writers[-1]:
             continue
-        read = {one for writer in writers for one in trace.steps[writer].reads}
         first = firsts.get(writers[0])
         took_s = sum(seconds[writer] for writer in writers) if first is None else 0.0
-        add(storage, way.names[storage], took_s, sorted(numbers[one] for one in read if one in numbers), first)
+        add(way.names[storage], [storage], took_s, [one for time in writers for one in trace.steps[time].reads], first)
         firsts.setdefault(writers[0], numbers[storage])
     if rest:
-        read = {one for step in trace.steps[zone:] for one in step.reads} | rest
-        nbytes = sum(trace.storages[one].nbytes for one in rest)
-        again = way.reason is None and not way.rest_numbers & way.forced
-        reads = sorted({numbers[one] for one in read if one in numbers})
-        costs.append(RegionProfile(REST, nbytes, math.fsum(seconds[zone:]), tuple(reads), recomputable=again))
+        read = [one for step in trace.steps[zone:] for one in step.reads]
+        add(REST, rest, math.fsum(seconds[zone:]), [*read, *rest])
     return tuple(costs)
 
 
 def _leading_to(trace: Trace, storages: list[int]) -> set[int]:
     found: set[int] = set()
-    waiting = storages
+    waiting = [*storages]
     while waiting:
         storage = waiting.pop()
         if storage not in found:
