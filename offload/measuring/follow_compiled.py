@@ -90,7 +90,7 @@ class FollowCompiledPlan(FollowPlan):
             return
         if known is None:
             timed.append(found.seconds)
-        policies.learn(inputs, found.levels, found.costs)
+        policies.learn(inputs, found.costs)
         for line in found.said:
             self._log(logging.INFO, number, f"({type(layer).__name__}), compiled, {line}")
 

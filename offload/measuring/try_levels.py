@@ -53,7 +53,6 @@ class NotCompiledError(Exception):
 class Levels(NamedTuple):
     """What a layer's trial has found."""
 
-    levels: list[Level]  # those that may be chosen, the one that saves the fewest bytes first
     costs: tuple[RegionProfile, ...]  # the layer's inputs, and what each level keeps beside the one before
     seconds: Mapping[Level, float]  # of each level that was tried
     said: list[str]
@@ -212,7 +211,7 @@ def _listed(seconds: Mapping[Level, float], saved: Mapping[Level, int], said: li
     for number, (below, level) in enumerate(pairwise(levels)):
         more, took_s = saved[level] - saved[below], taken[number] - taken[number + 1]
         costs.append(RegionProfile(NAMES[level], more, took_s, (0,), only_with=number or None))
-    return Levels(levels, tuple(costs), seconds, said)
+    return Levels(tuple(costs), seconds, said)
 
 
 _HARMLESS = (Place, bool, int, float, str, torch.dtype, torch.device, type(None))

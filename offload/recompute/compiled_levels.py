@@ -233,8 +233,6 @@ class CompiledPolicies(LayerPolicies):
         super().__init__({"*": RECOMPUTE}, layer, measures=True)
         self.forward = forward
         forward.level = Level.NOTHING
-        self.levels: list[Level] = []
-        """The levels that may be chosen, the one that saves the fewest bytes first."""
         self._tried: list[list[int]] = []
         """The sizes of the inputs of each trial."""
         self._planned = False
@@ -245,15 +243,15 @@ class CompiledPolicies(LayerPolicies):
             return False
         return LayerInputs(*given).sizes not in self._tried
 
-    def learn(self, given: tuple[Any, Any], levels: list[Level], costs: tuple[RegionProfile, ...]) -> None:
-        """What was tried: the levels, and the regions that they keep, one more from level to level."""
+    def learn(self, given: tuple[Any, Any], costs: tuple[RegionProfile, ...]) -> None:
+        """What was tried: the regions that levels keep, one more from level to level."""
         self._tried.append(LayerInputs(*given).sizes)
-        self.levels, self.costs = levels, costs
+        self.costs = costs
         self.learned += 1
 
     @property
     def proven(self) -> bool:
-        return bool(self.levels)
+        return bool(self.costs)
 
     def measure_again(self) -> None:
         self.numbered, self._planned, self.forward.level = None, False, Level.NOTHING
@@ -268,9 +266,9 @@ class CompiledPolicies(LayerPolicies):
         self.forward.level = level
 
     def by_name(self) -> dict[str, str]:
-        found = {}
-        for number, cost in enumerate(self.costs):
-            kept = self.forward.level is None or self.levels[number] <= self.forward.level
-            offloads = self.numbered is not None and number in self.numbered.offloaded
-            found[cost.name] = (OFFLOAD if kept and offloads else KEEP if kept else RECOMPUTE).value
-        return found
+        level = Level.ALL if self.forward.level is None else self.forward.level
+        offloaded = () if self.numbered is None else self.numbered.offloaded
+        return {
+            cost.name: (RECOMPUTE if LEVELS[cost.name] > level else OFFLOAD if number in offloaded else KEEP).value
+            for number, cost in enumerate(self.costs)
+        }
