@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lab import Lab
-from models import NOTHING, Offloading, assert_same, gradients, leaves_of, loss_of, offloading, save
+from models import NOTHING, Composed, Offloading, assert_same, gradients, leaves_of, loss_of, offloading, save
 from saving import finish_copies
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -26,24 +26,6 @@ def lab(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Lab:
     return lab
 
 
-class Noisy(nn.Module):
-    """Saves its noise before it is drawn."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rrelu(x * 1.5, training=True)
-
-
-class Counting(nn.Module):
-    """Saves its running statistics before they are brought up to date."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x)
-
-
 class FillsWhatItSaved(torch.autograd.Function):
     """Multiplies by three, and saves the factor before it is there."""
 
@@ -59,12 +41,12 @@ class FillsWhatItSaved(torch.autograd.Function):
         return gradients[0] * ctx.saved_tensors[0]
 
 
-class Filled(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return FillsWhatItSaved.apply(x)
-
-
-KINDS: dict[str, Callable[[], nn.Module]] = {"noise": Noisy, "statistics": Counting, "function": Filled}
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    # Saves its noise before it is drawn, and its running statistics before they are brought up to date.
+    "noise": lambda: Composed(lambda own, x: F.rrelu(x * 1.5, training=True)),
+    "statistics": lambda: nn.Sequential(nn.BatchNorm1d(4)),
+    "function": lambda: Composed(lambda own, x: FillsWhatItSaved.apply(x)),
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -57,14 +57,11 @@ class Wait(torch.autograd.Function):
         return gradient, None, None, None
 
 
-class Slow(nn.Module):
-    def __init__(self, clock: Clock, forward_s: float, backward_s: float) -> None:
-        super().__init__()
-        self.waits = (clock, forward_s, backward_s)
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Wait.apply(x * self.scale, *self.waits) * self.scale
+def slow(clock: Clock, forward_s: float, backward_s: float) -> nn.Module:
+    return Composed(
+        lambda own, x: Wait.apply(x * own.scale, clock, forward_s, backward_s) * own.scale,
+        scale=nn.Parameter(torch.ones(())),
+    )
 
 
 class Block(nn.Module):
@@ -93,7 +90,7 @@ def training_step(model: nn.Module, x: Tensor):
 class TestTimes:
     @pytest.mark.parametrize("input_needs_grad", [False, True])
     def test_of_the_right_layer(self, clock, input_needs_grad):
-        model = nn.Sequential(Slow(clock, 0.01, 0.04), Slow(clock, 0.03, 0.02))
+        model = nn.Sequential(slow(clock, 0.01, 0.04), slow(clock, 0.03, 0.02))
         x = torch.ones(1024, requires_grad=input_needs_grad)
 
         def step():
@@ -108,7 +105,7 @@ class TestTimes:
         assert (profile.loss_s, profile.other_s) == pytest.approx((0.015, 0.025))
 
     def test_of_one_microbatch(self, clock):
-        model = nn.Sequential(Slow(clock, 0.01, 0.01), Slow(clock, 0.01, 0.01))
+        model = nn.Sequential(slow(clock, 0.01, 0.01), slow(clock, 0.01, 0.01))
         x = torch.ones(1024)
 
         def step():

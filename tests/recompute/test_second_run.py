@@ -432,17 +432,14 @@ def test_other_weights_of_a_functional_call(lab: Lab) -> None:
     assert layers[0].weight is mine
 
 
-class Normed(nn.Module):
+def normed() -> nn.Module:
     """Batch norm, a spectral norm and a sign that changes back and forth: all are written in forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
-        self.norm = nn.BatchNorm1d(8)
-        self.register_buffer("sign", torch.ones(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.linear(x)).tanh() * x * self.sign.neg_().clone()
+    return Composed(
+        lambda own, x: own.norm(own.linear(x)).tanh() * x * own.sign.neg_().clone(),
+        linear=nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+        norm=nn.BatchNorm1d(8),
+        sign=nn.Buffer(torch.ones(())),
+    )
 
 
 def test_buffers_that_forward_writes(lab: Lab) -> None:
@@ -462,7 +459,7 @@ def test_buffers_that_forward_writes(lab: Lab) -> None:
         found = gradients(leaves_of(layers, x, other), both)
         return [*found, *[buffer.clone() for buffer in layers.buffers()]]
 
-    (plain, x), (layers, _) = (build(Normed, LAYERS, lab.device) for _ in range(2))
+    (plain, x), (layers, _) = (build(normed, LAYERS, lab.device) for _ in range(2))
     with offloaded(layers, lab) as handle:
         for _ in range(4):
             assert_same(run(plain, x), run(layers, x))

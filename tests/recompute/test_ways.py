@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from lab import Lab
-from models import WIDTH, assert_same, build, gradients, leaves_of, loss_of, through
+from models import WIDTH, Composed, assert_same, build, gradients, leaves_of, loss_of, through
 from torch import nn
 
 import offload
@@ -15,17 +15,10 @@ LAYERS = 3
 STEPS = 5
 
 
-class Changing(nn.Module):
+def changing(function: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]) -> nn.Module:
     """A layer that is told which step of training it is in."""
-
-    def __init__(self, function: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]) -> None:
-        super().__init__()
-        self.function = function
-        self.step = 0
-        self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(x, self.weight, self.step)
+    weight = nn.Parameter(torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH))
+    return Composed(lambda own, x: function(x, own.weight, own.step), weight=weight, step=0)
 
 
 def _another_scalar(x: torch.Tensor, w: torch.Tensor, step: int) -> torch.Tensor:
@@ -110,7 +103,7 @@ POLICIES: dict[str, dict[str, str]] = {
 )
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=list(FUNCTIONS))
 def test_each_forward_is_recomputed_as_it_ran(shapes: str, function: Any, policies: dict[str, str], lab: Lab) -> None:
-    layers, x = build(lambda: Changing(function), LAYERS, lab.device)
+    layers, x = build(lambda: changing(function), LAYERS, lab.device)
     inputs = [x.detach().clone().requires_grad_() for _ in range(STEPS)]
     if shapes == "other shapes":
         inputs = [
@@ -127,7 +120,7 @@ def test_each_forward_is_recomputed_as_it_ran(shapes: str, function: Any, polici
 
 def test_an_input_that_the_layer_changes_in_place_is_not_recomputed_from(lab: Lab) -> None:
     """The second run would read the changed input: backward raises, as autograd does for what it has saved."""
-    layers, x = build(lambda: Changing(_input_in_place_now_and_then), LAYERS, lab.device)
+    layers, x = build(lambda: changing(_input_in_place_now_and_then), LAYERS, lab.device)
     with offload.offload_layers(layers, 0, policies={"*": "recompute"}, min_bytes=0, device=lab.device):
         expected = steps_of(layers, [x])
         for wanted, found in zip(expected, steps_of(layers, [x]), strict=True):
@@ -146,7 +139,7 @@ def test_a_dropped_tensor_that_is_changed_afterwards(lab: Lab) -> None:
             y.data.add_(1)
         return z
 
-    layers, x = build(lambda: Changing(function), LAYERS, lab.device)
+    layers, x = build(lambda: changing(function), LAYERS, lab.device)
     expected = steps_of(layers, [x])[0]
     with offload.offload_layers(layers, 0, policies={"*": "recompute"}, min_bytes=0, device=lab.device) as handle:
         for found in steps_of(layers, [x] * 3):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from faults import assert_interrupts_are_told
 from lab import Lab
-from models import WIDTH, Stop, assert_same, loss_of
+from models import WIDTH, Composed, Stop, assert_same, loss_of
 from streaming import forward
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -39,16 +39,13 @@ adamw = OPTIMIZERS["AdamW"]
 pytestmark = pytest.mark.usefixtures("adverse")
 
 
-class Gated(nn.Module):
-    """Its gate's gradient is complete before a recomputation, which needs the gate."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.gate = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x).tanh() * self.gate.sigmoid().detach() + self.gate
+def gated() -> nn.Module:
+    """A layer whose gate's gradient is complete before a recomputation, which needs the gate."""
+    return Composed(
+        lambda own, x: own.linear(x).tanh() * own.gate.sigmoid().detach() + own.gate,
+        linear=nn.Linear(WIDTH, WIDTH),
+        gate=nn.Parameter(torch.ones(WIDTH)),
+    )
 
 
 class Loop:
@@ -67,7 +64,7 @@ class Loop:
     ) -> None:
         torch.manual_seed(0)
         self.device = device
-        self.layers = nn.ModuleList(Gated() for _ in range(LAYERS)).to(dtype)
+        self.layers = nn.ModuleList(gated() for _ in range(LAYERS)).to(dtype)
         if shared:
             self.layers[2].linear.weight = self.layers[0].linear.weight
         self.embed, self.head = (nn.Linear(WIDTH, WIDTH).to(device, dtype) for _ in range(2))
