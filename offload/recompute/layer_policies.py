@@ -101,7 +101,7 @@ class LayerPolicies(RegionPolicies):
         known = self._of_kind(key[0])
         if self.measures and len(known) == 1:
             return None, None  # two sizes tell how the bytes of regions grow
-        found = ((other, other.at_size(key[1])) for other in known if other.reason is None)
+        found = ((other, other.at_size(key[1])) for other in known)
         return next((pair for pair in found if pair[1] is not None), (None, None))
 
     def _of_kind(self, kind: Hashable) -> list[Way]:

@@ -11,6 +11,7 @@ from lab import Lab
 from models import WIDTH, assert_same, build, gradients, leaves_of, loss_of, through
 from test_policies import ALL, Function, offloaded
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 pytestmark = pytest.mark.usefixtures("recomputes")
 
@@ -69,6 +70,30 @@ def test_one_size_is_learned(kind: str, policies: dict[str, str], num_layers: in
     assert ran[0] > 2  # learned and compared
     assert policies is ALL or min(ran[1:3]) > 2  # compared
     assert ran[3:7] == [2] * 4  # forward, and once more in backward
+
+
+class Counts(nn.Module):
+    """Counts its forwards in a list, so that it must not run again, and notes how many dispatch modes see them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH))
+        self.modes: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.modes.append(len(_get_current_dispatch_mode_stack()))
+        return (x @ self.weight).sin().tanh()
+
+
+@pytest.mark.usefixtures("nothing_recomputed")
+@pytest.mark.filterwarnings("ignore:policies has patterns that match no region")
+def test_a_layer_that_is_never_recomputed_is_learned_with_one_size(lab: Lab, unplanned: set[str]) -> None:
+    unplanned.add("is never recomputed")
+    layers, _ = build(Counts, LAYERS, lab.device)
+    with offloaded(layers, lab, SOME):
+        for length in (8, 16, 11, 40):
+            step(layers, (2, length), lab)
+    assert layers[1].modes == [1, 0, 0, 0]
 
 
 def _scores(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
