@@ -92,7 +92,7 @@ class Way:
             # A side of 1 may be expanded, or need no copy to be flattened: then the operations are others, which only
             # a second run that hands over something would see.
             alike = self.replay.hands_over or [one == 1 for one in sizes] == [one == 1 for one in self.sizes]
-            self._replays[sizes] = self.replay.at_other_size() if alike and self.trace.zone < 0 else None
+            self._replays[sizes] = self.replay.at_other_size() if alike else None
         found = self._replays[sizes]
         return None if found is None or found.wrong else found
 

@@ -203,9 +203,42 @@ def test_operations_that_do_not_say_their_results_size(says: str, saved: bool, l
     assert calls.count == 2 or (says == "too much" and not saved)  # else it is learned
 
 
+def _experts(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """The number of results depends on data behind a part whose order of operations does not."""
+    MODES.append(len(_get_current_dispatch_mode_stack()))
+    tokens = ((x.flatten(0, -2) @ w).sin() @ w).tanh()
+    (rows,) = (tokens[:, 0] > 0).nonzero(as_tuple=True)
+    chosen = ((tokens[rows] * 2).exp() @ w).sin()
+    return (torch.zeros_like(tokens).index_add(0, rows, chosen) * tokens).view_as(x) * x + x
+
+
+MODES: list[int] = []
+"""How many dispatch modes have seen each forward and second run."""
+
+
+@pytest.mark.parametrize("policies", [ALL, PRODUCTS, SOME], ids=["all", "products", "some"])
+@pytest.mark.filterwarnings("ignore:policies has patterns that match no region")
+def test_one_size_is_learned_of_what_depends_on_data(policies: dict[str, str], lab: Lab) -> None:
+    layers, _ = build(lambda: Function(_experts), LAYERS, lab.device)
+    shapes = [(2, length) for length in (8, 16, 11, 40, 3, 21)]
+    expected = [step(layers, shape, lab) for shape in shapes]
+    with offloaded(layers, lab, policies) as handle:
+        for shape, gradients_of_shape in zip(shapes, expected, strict=True):
+            MODES.clear()
+            assert_same(gradients_of_shape, step(layers, shape, lab))
+            if shape == shapes[0]:
+                assert MODES[:2] == [1, 1]  # learned and compared
+        assert "recompute" in handle.regions(0).values()
+        assert len(MODES) == 2 * LAYERS
+        assert MODES[:LAYERS] == [0] * LAYERS
+
+
 @pytest.mark.parametrize(
     ("function", "policies"),
     [
+        (_experts, ALL),
+        (_experts, PRODUCTS),
+        (_experts, SOME),
         (_scores, PRODUCTS),
         (_scores, SOME),
         (_flat, PRODUCTS),
