@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from offload.base.layer_events import LayerCall, LayerListener, Turn, is_sharded, with_attribute
 from offload.base.tensors import tensors_in
@@ -103,9 +104,9 @@ def _pieces_of(model: nn.Module, layers: Sequence[nn.Module]) -> list[_InPieces]
         token_bytes, held = (weight.element_size() + LOGIT_BYTES) * len(weight), SUM_BYTES * weight.numel()
         begin = partial(chunk_loss, base, evaluates=False)
         found.append(_InPieces(LOSS, token_bytes, held * weight.requires_grad, begin))
-    mlps = {type(mlp): mlp for layer in layers if (mlp := getattr(layer, "mlp", None)) is not None}
-    if mlps and all(hasattr(layer, "mlp") for layer in layers) and all(map(_can_be_tiled, mlps.values())):
-        sizes = [2 * sum(one.out_features * one.weight.element_size() for one in _linear(mlp)) for mlp in mlps.values()]
+    mlps = [getattr(layer, "mlp", None) for layer in layers]
+    kinds = {type(mlp): mlp for mlp in mlps}
+    if mlps and all(sizes := [_saved_by_a_token(mlp) for mlp in kinds.values()]):
         found.append(_InPieces(MLP, max(sizes), 0, partial(tile_mlp, layers)))
     return found
 
@@ -139,28 +140,37 @@ def _loss_can_be_chunked(base: Any) -> bool:
         return False
 
 
-def _linear(mlp: nn.Module) -> list[nn.Linear]:
-    return [one for one in mlp.modules() if isinstance(one, nn.Linear)]
+def _saved_by_a_token(mlp: Any) -> int:
+    """Bytes that autograd saves of each token in an MLP that can be tiled; 0 of others.
 
-
-def _can_be_tiled(mlp: nn.Module) -> bool:
-    """Whether an MLP is made of linear layers and computes each token by itself, without random numbers."""
-    linear, modes = _linear(mlp), {one: one.training for one in mlp.modules()}
+    Such an MLP is made of linear layers, and computes each token by itself, without random numbers.
+    """
+    modes = {one: one.training for one in mlp.modules()} if isinstance(mlp, nn.Module) else {}
+    linear = [one for one in modes if isinstance(one, nn.Linear)]
     own = {parameter for one in linear for parameter in one.parameters()}
-    experts = any(isinstance(one, nn.ModuleList) for one in modes)
-    if not linear or own != {*mlp.parameters()} or experts or any(True for _ in mlp.buffers()):
-        return False
+    if not linear or own != {*mlp.parameters()} or any(True for _ in mlp.buffers()):
+        return 0
+    if any(isinstance(one, nn.ModuleList) for one in modes):  # experts, perhaps
+        return 0
     weight = linear[0].weight
     x = torch.randn(1, TRIED, linear[0].in_features, generator=torch.Generator().manual_seed(0)).to(weight)
-    devices = [weight.device] if weight.is_cuda else []
+    saved: dict[int, int] = {one.untyped_storage().data_ptr(): 0 for one in (x, *own)}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        saved.setdefault(storage.data_ptr(), storage.nbytes())
+        return tensor
+
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices):
+        with torch.enable_grad(), torch.random.fork_rng([weight.device] if weight.is_cuda else []):
             mlp.train()
-            whole, parts = mlp(x), [mlp(part) for part in x.split(TRIED // 2, 1)]
+            with saved_tensors_hooks(pack, lambda tensor: tensor):
+                whole = mlp(x.requires_grad_())
+            parts = [mlp(part) for part in x.split(TRIED // 2, 1)]
         torch.testing.assert_close(torch.cat(parts, 1), whole)
     except Exception:  # noqa: BLE001  it takes something else, or gives something else
-        return False
+        return 0
     finally:
         for one, training in modes.items():
             one.training = training
-    return True
+    return sum(saved.values()) // TRIED
