@@ -8,6 +8,7 @@ the event after which it is free.
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -80,7 +81,7 @@ class KeptHandle(SavedHandle):
 class MovedHandle(SavedHandle):
     """A saved tensor whose storage is offloaded, and how the tensor looks into it."""
 
-    __slots__ = ("geometry", "storage", "view")
+    __slots__ = ("geometry", "leaf", "storage")
 
     def __init__(self, tensor: torch.Tensor, token: Token, storage: SavedStorage) -> None:
         self.token = token
@@ -88,7 +89,7 @@ class MovedHandle(SavedHandle):
         self.versions = plain_version_counter(tensor)
         self.storage = storage
         self.geometry = geometry_of(tensor)
-        self.view: torch.Tensor | None = None  # held so that autograd does not put a gradient into its memory
+        self.leaf = weakref.ref(tensor) if tensor.is_leaf else None
 
     def unpack(self) -> torch.Tensor:
         if self.versions._version != self.version:
@@ -100,12 +101,13 @@ class MovedHandle(SavedHandle):
         if reload is not None and reload.awaited_by != storage.transfers.backend.compute_stream_id():
             storage.wait_for(reload)
             self.token.mark_read()
-        if self.view is not None:
-            return self.view
-        memory: Any = storage.memory  # it was reloaded above if there was none
-        view = look_into(memory, self.geometry, self.versions.data)
-        if reload is not None:
-            self.view = view
+        if reload is None and self.leaf is not None and (leaf := self.leaf()) is not None:
+            return leaf  # a view that nobody else holds would become a gradient, which changes what the program holds
+        key = id(self), self.geometry
+        view = storage.views.get(key)
+        if view is None:
+            memory: Any = storage.memory  # it was reloaded above if there was none
+            view = storage.views[key] = look_into(memory, self.geometry, self.versions.data)
         return view
 
 
@@ -139,7 +141,7 @@ class SubclassHandle(SavedHandle):
     Changing a wrapper in place does not count as a change of its inner tensors, so both versions are checked.
     """
 
-    __slots__ = ("dtype", "inner", "rebuild", "size")
+    __slots__ = ("dtype", "inner", "rebuild", "size", "whole")
 
     def __init__(self, tensor: torch.Tensor, token: Token, inner: list[SavedHandle], rebuild: Rebuild) -> None:
         self.token = token
@@ -148,11 +150,15 @@ class SubclassHandle(SavedHandle):
         self.dtype, self.size = tensor.dtype, tensor.size()
         self.inner = inner
         self.rebuild = rebuild
+        self.whole: torch.Tensor | None = None  # held so that autograd does not put a gradient into its memory
 
     def unpack(self) -> torch.Tensor:
         if self.versions._version != self.version:
             self.check_version(self.dtype, self.size)
-        return self.rebuild([handle.unpack() for handle in self.inner])
+        inner = [handle.unpack() for handle in self.inner]
+        if self.whole is None:
+            self.whole = self.rebuild(inner)
+        return self.whole
 
 
 unpack = operator.methodcaller("unpack")

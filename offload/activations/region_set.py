@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload.activations.activation_set import ActivationSet, Saved
 from offload.activations.copies import Transfers
@@ -61,6 +62,7 @@ class RegionSet(ActivationSet):
     ) -> None:
         super().__init__(layer, transfers, rules, known, stays=stays)
         self._policies = policies
+        self._aliases = WeakTensorKeyDictionary()  # of leaves that are held
 
     def enter(self, inputs: object = None) -> None:
         layer = self._policies.layer()
@@ -146,9 +148,9 @@ class RegionSet(ActivationSet):
 
     def leave(self, *, failed: bool) -> None:
         super().leave(failed=failed)
-        frame, learn, way, held = self._frame, self._learn, self._way, self._held
+        frame, learn, way, held, aliases = self._frame, self._learn, self._way, self._held, self._aliases
         self._frame = self._learn = self._way = self.packing = None
-        self._held = ()
+        self._held, self._aliases = (), WeakTensorKeyDictionary()
         if learn is not None:
             leave_modes((Learn,))
         if frame is not None:
@@ -164,6 +166,12 @@ class RegionSet(ActivationSet):
             self._prove(frame, way, originals)
             way.unproven_sizes -= self._sized and not frame.strange
             way.proven = way.proven or not self._sized
+        # Back to what the program still holds: autograd makes what nobody else holds a gradient.
+        leaves = {id(alias): tensor for tensor, alias in aliases.items()}
+        originals = [leaves.get(id(one), one) for one in originals]
+        for one, tensor in zip(held, originals, strict=True):
+            if one.kept is not None:
+                one.kept.versions = tensor
         if way is not None and held:
             self._settle(frame, way, held, originals)
 
@@ -290,8 +298,12 @@ class RegionSet(ActivationSet):
         if self._frame is None:
             return self.pack(tensor)
         self._frame.nodes.append(self._frame.node(self._first_node))
-        # An alias also of a leaf, which the program may hold: its memory may be on the host while the layer runs again.
-        alias = tensor.detach() if type(tensor) is torch.Tensor and not tensor.requires_grad else tensor
+        alias = tensor
+        if type(tensor) is torch.Tensor and not tensor.requires_grad:
+            # Also of a leaf, which the program may hold: its memory may be on the host while the layer runs again.
+            if tensor not in self._aliases:
+                self._aliases[tensor] = tensor.detach()
+            alias = self._aliases[tensor]
         handle = DroppedHandle(self._frame, len(self._held), KeptHandle(alias, self._token))
         self._held += (handle,)  # few forwards do this
         return handle

@@ -65,6 +65,8 @@ class SavedStorage:
         self.version = tensor._version
         # At version 0 nothing was changed yet, through whichever tensor: there is nothing to tell apart.
         self.versions = version_counter(tensor) if self.version else None
+        # What has been read of `memory`, by who: held, or autograd would make it a gradient and add the next in place.
+        self.views: dict[tuple[int, tensors.Geometry], torch.Tensor] = {}
         self.memory = memory
 
     def __del__(self) -> None:
@@ -178,6 +180,7 @@ class SavedStorage:
 
     def _let_memory_go(self) -> None:
         memory, self.memory = self.memory, None
+        self.views.clear()
         backend = self.transfers.backend
         # Who else saved this memory, at another version, holds the same object, which counts as one owner. Two hold it
         # otherwise: the variable here, and the function that counts.

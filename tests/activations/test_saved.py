@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lab import Lab
-from models import NOTHING, WIDTH, Offloading, assert_moved, assert_same, gradients, loss_of, offloading, save
+from models import NOTHING, WIDTH, Offloading, assert_moved, assert_same, gradients, loss_of, offloading, save, through
 from ranks import true_in_a_child
 from saving import FLOAT8, assert_identical, finish_copies, normal, nothing, round_trip, run
 from torch import nn
@@ -16,7 +16,8 @@ from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import offload
-from offload import Schedule
+from offload import Move, Schedule
+from offload.schedule.points import backward, forward
 
 # Layers that keep what they save are the point of many tests here.
 pytestmark = [pytest.mark.usefixtures("adverse"), pytest.mark.filterwarnings("ignore:a whole round of")]
@@ -512,7 +513,8 @@ class GradientAhead(torch.autograd.Function):
         return gradients[0], ahead
 
 
-def test_a_saved_tensor_that_becomes_a_gradient_is_not_added_to(lab: Lab) -> None:
+@pytest.mark.parametrize("offloaded_layers", [(0, 1), (1,), (0,), ()])
+def test_a_saved_tensor_that_becomes_a_gradient_is_not_added_to(offloaded_layers: tuple[int, ...], lab: Lab) -> None:
     """Autograd takes over a gradient that nobody else holds, and adds the next one to it in place."""
 
     def step(offloaded: Offloading) -> list[torch.Tensor]:
@@ -526,10 +528,59 @@ def test_a_saved_tensor_that_becomes_a_gradient_is_not_added_to(lab: Lab) -> Non
 
     expected = step(NOTHING)
     assert len(expected) == 3
-    offloaded = offloading(2, 3, lab.device)
+    moves = tuple(Move(layer, forward(layer + 1), backward(layer + 1)) for layer in offloaded_layers)
+    offloaded = offloading(2, 3, lab.device, schedule=Schedule(3, moves))
     for found, gradient in zip(step(offloaded), expected, strict=True):
         assert torch.equal(found, gradient)
-    assert_moved((0, 0), offloaded)
+    assert offloaded.stats.reloaded_bytes == 64 * 4 * len(moves)
+
+
+class Ahead(torch.autograd.Function):
+    """Returns a tensor that it was given as a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(ahead)
+        return x + weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return gradients[0], ctx.saved_tensors[0], None
+
+
+class GivesGradients(nn.Module):
+    """Two parameters get one tensor as their gradient, which the module may hold."""
+
+    def __init__(self, held: bool) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Parameter(torch.zeros(64)) for _ in range(2))
+        self.held = held
+        self.register_buffer("buffer", torch.ones(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ahead = self.buffer if self.held else x.detach().sin()
+        y: torch.Tensor = Ahead.apply(Ahead.apply(x, self.one, ahead), self.other, ahead)
+        return y
+
+
+@pytest.mark.filterwarnings("ignore:256 B of the 256 B that were copied")  # the module holds its buffer
+@pytest.mark.parametrize("policies", [None, {"*": "keep"}, {"*": "recompute"}, {"*": "offload"}], ids=str)
+@pytest.mark.parametrize("min_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("held", [False, True])
+def test_a_tensor_that_becomes_two_gradients_is_changed_by_neither(
+    held: bool, min_bytes: int, policies: dict[str, str] | None, device: torch.device
+) -> None:
+    def steps(layers: nn.ModuleList) -> list[torch.Tensor]:
+        x = torch.ones(64, device=device, requires_grad=True)
+        for _ in range(3):
+            through(layers, x).sum().backward()
+            for layer in layers:
+                layer.one.grad.mul_(2)
+        return [*(parameter.grad for parameter in layers.parameters()), *layers.buffers()]
+
+    plain, layers = (nn.ModuleList(GivesGradients(held) for _ in range(3)).to(device) for _ in range(2))
+    with offload.offload_layers(layers, 1, min_bytes=min_bytes, policies=policies):
+        assert_same(steps(plain), steps(layers))
 
 
 ELEMENTS = 1 << 12
