@@ -18,9 +18,8 @@ from offload.schedule.schedule import Schedule
 class Round:
     """The activation sets of one microbatch, layers 0 to N-1. The graph's backward hooks hold it.
 
-    Without a schedule, the manual synchronizer says what moves when. If the round ``sees_all``, tensors of layers that
-    are never offloaded count as if they could be, so that their size is known. ``policies_of`` gives the policies of a
-    layer's regions, or ``None``.
+    Without a schedule, the manual synchronizer says what moves when. ``policies_of`` gives the policies of a layer's
+    regions, or ``None``.
     """
 
     def __init__(
@@ -30,7 +29,6 @@ class Round:
         min_bytes: int,
         *,
         policies_of: Callable[[int], LayerPolicies | None] | None = None,
-        sees_all: bool = False,
     ) -> None:
         self.schedule = schedule
         self.transfers = transfers
@@ -39,16 +37,13 @@ class Round:
         self._policies_of = policies_of or (lambda _: None)
         self._known = Saved()
         self._offloaded = frozenset(schedule.offloaded_layers) if schedule else frozenset[int]()
-        self._sees_all = sees_all
-        self.look_at_policies()
         self.rules = Rules(transfers.backend.device, min_bytes)
-        # If a layer is kept, and all later ones, it only matters what it shares with earlier layers.
-        self._rules_to_stay = self.rules._replace(only=self._known)
+        self.look_at_policies()
 
     def look_at_policies(self) -> None:
         """Find the first layer that is kept, as are all later ones; again if one of these has policies now."""
         self._first_to_stay = math.inf
-        if self.schedule and not self._sees_all:
+        if self.schedule:
             with_policies = filter(self._policies_of, range(self.schedule.model_layers))
             self._first_to_stay = max({*self._offloaded, *with_policies}, default=-1) + 1
 
@@ -73,13 +68,12 @@ class Round:
             for passed in range(self.last_layer + 1, layer + 1):
                 self._act(forward(passed))
         trace.point("forward", layer)
-        rules = self._rules_to_stay if layer >= self._first_to_stay else self.rules
         stays = self.schedule is not None and layer not in self._offloaded
         policies = self._policies_of(layer)
         if policies is None:
-            opened = ActivationSet(layer, self.transfers, rules, self._known, stays=stays)
+            opened = ActivationSet(layer, self.transfers, self.rules, self._known, stays=stays)
         else:
-            opened = RegionSet(layer, self.transfers, rules, self._known, stays=stays, policies=policies)
+            opened = RegionSet(layer, self.transfers, self.rules, self._known, stays=stays, policies=policies)
         self.sets[layer] = opened
         self.last_layer = layer
         if layer in self._offloaded:

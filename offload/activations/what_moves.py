@@ -12,7 +12,7 @@ autograd the tensors inside.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -77,7 +77,6 @@ class Rules(NamedTuple):
 
     device: torch.device  # tensors elsewhere are left alone
     min_bytes: int  # storages below this size are kept
-    only: Container[torch.UntypedStorage] | None = None  # if given, other storages are kept, whatever the reason
 
 
 def decide(tensor: torch.Tensor, rules: Rules) -> str | Parts | type:
@@ -93,8 +92,6 @@ def decide(tensor: torch.Tensor, rules: Rules) -> str | Parts | type:
     nbytes = memory.nbytes()
     if nbytes < rules.min_bytes or not nbytes:
         return SMALL
-    if rules.only is not None and memory not in rules.only:
-        return "unknown"
     exclusion = _excluded.get(memory)
     if exclusion is not None:
         return exclusion

@@ -267,7 +267,7 @@ class PipelineOffload(Handle):
         self._ran.clear()
         schedule = Schedule(1) if self.plan is None else self.plan.schedule
         policies_of = None if self._layers is None else self._layers.policies_of
-        return Round(schedule, self._transfers, self._min_bytes, policies_of=policies_of, sees_all=True)
+        return Round(schedule, self._transfers, self._min_bytes, policies_of=policies_of)
 
 
 def known_order(
