@@ -6,6 +6,7 @@ PyTorch's meta device, tells the sizes of its results. What is recomputed has it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -53,8 +54,9 @@ def at_size(
             found.append(learned._replace(value=result))
         else:
             dtype, _, size, stride, *flags = learned.geometry
+            plain = isinstance(result, torch.Tensor) and result.dim() == len(size)
             # The device may lay results out in another order than operations without memory say.
-            if result.dim() != len(size) or not same_layout(result, size, stride, sized=True):
+            if not plain or not same_layout(result, size, stride, sized=True):
                 return None
             geometry = (dtype, result.storage_offset(), result.size(), result.stride(), *flags)
             found.append(learned._replace(geometry=geometry))
@@ -62,7 +64,9 @@ def at_size(
 
 
 def _has_size(learned: StepResult) -> bool:
-    return learned.argument is None and (learned.geometry is not None or isinstance(learned.value, int))
+    """Whether a result may be of another size: not one without elements, which no size of the inputs fills."""
+    filled = isinstance(learned.value, int) if learned.geometry is None else math.prod(learned.geometry[2]) > 0
+    return learned.argument is None and filled
 
 
 @lru_cache(4096)  # layers of one kind run the same operations
