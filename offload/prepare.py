@@ -31,7 +31,7 @@ from offload.measuring.memory_left import all_bytes, bytes_of_gradients, trainin
 from offload.optimizer.arithmetic import seconds_per_element
 from offload.optimizer.stream import CHUNK_BYTES, OptimizerStats, StreamedOptimizer, check_float32, stream_optimizer
 from offload.planning.plan import Plan, make_plan
-from offload.planning.profile import Link
+from offload.planning.profile import Link, Profile
 from offload.planning.recipes import Prediction, RecipePlan, TrainingPlan, plan_recipes, without_activations
 from offload.planning.training_bytes import RECIPES, Recipe, TrainingBytes
 from offload.recompute.compiled_levels import parse_compile
@@ -66,6 +66,7 @@ class PreparedTraining(Handle):
         self._activations: FollowPlan | None = None
         self._removed = False
         self._prediction: Prediction | None = None  # of steps, once there is a profile
+        self._decides_again = self._deciding = False
         self._link_left: Link | None = None  # for activations, beside the copies of the chosen recipe
         self._tokens = 0  # of the largest microbatch so far
         recipe = _first_recipe(self._plan)
@@ -165,6 +166,11 @@ class PreparedTraining(Handle):
         elsewhere = {one for layer in layers for one in layer.parameters()}
         return bytes_of_gradients((one for one in self._model.parameters() if one not in elsewhere), self._device)
 
+    def more_after_step(self) -> bool:
+        """Ask for another recipe, unless this one was chosen for just these activations."""
+        self._decides_again = self._prediction is not None and not self._deciding
+        return self._decides_again
+
     def __repr__(self) -> str:
         budget = format_bytes(self.plan.memory_budget)
         return f"PreparedTraining({type(self._model).__name__} in {budget}: {self.recipe}, {self.state})"
@@ -239,11 +245,19 @@ class PreparedTraining(Handle):
         return max(0, most - pinned)
 
     def _after_step(self, *_: object) -> None:
-        """A step has ended: decide once there is a profile, and change over between the steps."""
+        """A step has ended: decide once there is a profile, and again if that of longer inputs does not fit."""
         activations = self._activations
-        if self._prediction is not None or activations is None or activations.profile is None:
+        if activations is None or activations.profile is None or not (self._prediction is None or self._decides_again):
             return
-        profile, link = activations.profile, activations.link
+        self._deciding = True
+        try:
+            self._decide(activations, activations.profile, again=self._decides_again)
+        finally:
+            self._deciding = self._decides_again = False
+
+    def _decide(self, activations: FollowPlan, profile: Profile, *, again: bool) -> None:
+        """Put the fastest recipe in place for layers that cost this."""
+        link = activations.link
         element_s = seconds_per_element(
             self._optimizer, device=self._device, chunk_bytes=self._chunk_bytes, **self._in_float32
         )
@@ -264,6 +278,8 @@ class PreparedTraining(Handle):
                 self._pieces.due, self._prediction = True, None
                 activations.remove()
                 self._activations = self._measured()
+            elif again:
+                activations.plan_again()  # which says that it does not fit
             return
         chosen = self._plan.chosen
         self._link_left = None if chosen.plan is None else chosen.plan.link
@@ -271,7 +287,7 @@ class PreparedTraining(Handle):
         moves_weights = chosen.recipe.weights != self.recipe.weights
         if (chosen.recipe, chosen.resident_bytes) != (self.recipe, self.resident_bytes):
             self._change_to(chosen)
-        elif self.link(link) == link:
+        elif self.link(link) == link and not again:
             return
         if not moves_weights:
             activations.plan_again()

@@ -308,6 +308,8 @@ class FollowPlan(WatchedLayers):
             self._make_plan(over)
             return
         if over > TOLERANCE * self._budget and not self._said:
+            if self._left.more_after_step():
+                return
             self._said = True
             plan = self.largest_plan
             least = plan is not None and [*plan.policies] == recompute_all(plan.profile)
@@ -418,7 +420,7 @@ class FollowPlan(WatchedLayers):
                 _logger.info(
                     "memory_budget = %s is met by no plan: all is recomputed, as while it was measured", budget
                 )
-            elif over_bytes is None:
+            elif not self._left.more_after_step() and over_bytes is None:
                 warn_caller(
                     f"memory_budget = {budget} cannot be met, so everything is recomputed and inputs are offloaded: "
                     f"{why} Of the budget, {missing} are needed outside of the layers, and {RESERVE:.0%} are left free."

@@ -37,6 +37,10 @@ class MemoryLeft(Protocol):
         """Gradients on the device now, if they count to what a step adds, whichever step has added them."""
         return 0
 
+    def more_after_step(self) -> bool:
+        """Ask for more, as no plan fits: whether more may be left once the step has ended."""
+        return False
+
 
 class GivenMemory(MemoryLeft):
     """A budget in bytes, to which gradients count that earlier microbatches of the same step have added."""

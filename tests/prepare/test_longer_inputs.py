@@ -1,0 +1,53 @@
+"""A recipe that fitted the first microbatches gives way where longer ones come."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import assert_same
+from test_prepare import RESIDENT, STREAMED, Model, adamw, weight_bytes
+
+import offload
+from offload.planning.training_bytes import Recipe
+
+LENGTHS = (8, 8, 16, 16, 16, *[100] * 8, 16, 100)
+
+
+def train(budget: int | None) -> tuple[list[torch.Tensor], list[int], list[Recipe]]:
+    """Parameters after a step of each length, the most on the device in each step, and the recipe of each."""
+    model = Model()
+    optimizer = adamw(model)
+    prepared = None if budget is None else offload.prepare(model, optimizer, budget, device="cpu", min_bytes=0)
+    generator, most, recipes = torch.Generator().manual_seed(2), [], []
+    for length in LENGTHS:
+        tokens = torch.randint(64, (1, length), generator=generator)
+        held = 3 * weight_bytes()
+        if prepared is not None:
+            recipes.append(prepared.recipe)
+            held = prepared._training.held_bytes(prepared.recipe, prepared.resident_bytes)
+        with offload.memory_meter("cpu") as meter:
+            model(tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        most.append(meter.peak_bytes + held)
+    if prepared is not None:
+        prepared.remove()
+    return [parameter.detach() for parameter in model.parameters()], most, recipes
+
+
+def test_state_moves_to_the_host_where_longer_inputs_need_its_memory() -> None:
+    expected, plain, _ = train(None)
+    budget = max(plain) - weight_bytes()
+    found, most, recipes = train(budget)
+    assert_same(expected, found)
+    assert recipes[4] == RESIDENT
+    assert recipes[-1] == STREAMED
+    assert most[-1] <= budget < most[6]
+
+
+def test_it_is_said_once_where_no_recipe_fits_longer_inputs() -> None:
+    expected, plain, _ = train(None)
+    with pytest.warns(UserWarning, match="memory_budget") as caught:
+        found, _, _ = train(max(plain) - 3 * weight_bytes())
+    assert_same(expected, found)
+    assert len([one for one in caught if "memory_budget" in str(one.message)]) == 1
