@@ -282,7 +282,7 @@ def results(seed: int, program: dict[str, Any], *, plain: bool) -> Iterator[tupl
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         torch.manual_seed(seed + 1)
         for step in range(program["steps"]):
-            rows = 5 + step % 2 if around == "shapes" else 5
+            rows = 5 + 3 * step % 7 if around == "shapes" else 5
             batches = [
                 torch.randn(rows, WIDTH, requires_grad=True) for _ in range(3 if around == "microbatches" else 1)
             ]
