@@ -167,19 +167,15 @@ class FollowPlan(WatchedLayers):
     def _recompute_all(self) -> None:
         self.context.follow(learning_schedule(len(self._layers)), self._policies)
 
-    def _recompute_again(self) -> None:
-        """Recompute everything in place of following the plan."""
-        self.plan, self.largest_plan, self._proves = None, None, True
-        for one in self._policies:
-            one.measure_again()
-        self._recompute_all()
-
     def _time(self) -> None:
         """Time the layers in the microbatch that begins, with everything recomputed."""
         if not self.measures:
             line = "inputs of %s are larger than what is known: this microbatch is measured, too"
             _logger.info(line, " x ".join(map(str, self._inputs.sides)))
-            self._recompute_again()
+            self.plan, self.largest_plan, self._proves = None, None, True
+            for one in self._policies:
+                one.measure_again()
+            self._recompute_all()
         self._stage, self._timed_inputs, self._learned_then = "timing", self._inputs, self._learned
         self._new_gradients = [
             sum(one.nbytes for one in layer.parameters() if one.is_leaf and one.requires_grad and one.grad is None)
