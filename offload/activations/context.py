@@ -134,7 +134,10 @@ class OffloadContext(ContextDecorator):
                 f"{self._round.last_layer} was not, so that no reload starts before backward waits for it; write "
                 "`output = sync(output)` after the block of each layer.",
             )
-        number = self._next_layer(layer)
+        number = self._round.last_layer + 1 if layer is None else layer
+        if self.begins_round(number):
+            self._begin_round()
+            number = 0 if layer is None else layer
         takes_all = not (self._round.passes_by(number) or torch_private.in_checkpoint())
         if takes_all and (reason := torch_private.why_no_hooks()) is not None:
             raise RuntimeError(
@@ -302,14 +305,6 @@ class OffloadContext(ContextDecorator):
         """Whether a forward of this layer, which may not be the first one, begins a new round."""
         now = self._round
         return not now.sets or layer <= now.last_layer or layer >= self.model_layers or now.abandoned
-
-    def _next_layer(self, layer: int | None) -> int:
-        """The number of the layer that begins now, in a new round if the current one is over."""
-        number = self._round.last_layer + 1 if layer is None else layer
-        if self._round.sets and self.begins_round(number):
-            self._begin_round()
-            number = 0 if layer is None else layer
-        return number
 
     def _give_up_round(self) -> None:
         self._transfers.join()
