@@ -31,23 +31,20 @@ class OffloadState(Enum):
     OFFLOADED = "offloaded"
     """The host holds it, the device memory was let go."""
     RELOADING = "reloading"
-    """The host holds it, and copies into new device buffers are queued."""
-    RELOADED = "reloaded"
-    """The device holds it again, backward has begun to read it."""
+    """Copies into new device buffers are queued, and backward reads each as it arrives."""
 
 
 class OffloadStateError(RuntimeError):
     """A call that the layer's state does not allow; the message says what to call instead."""
 
 
-RESIDENT, OFFLOADING, OFFLOADED, RELOADING, RELOADED = OffloadState
+RESIDENT, OFFLOADING, OFFLOADED, RELOADING = OffloadState
 
 _REMEDY = {
     RESIDENT: "call start_offload_layer first",
     OFFLOADING: "call release_activation_forward_gpu_memory next",
     OFFLOADED: "call start_reload_layer next, or let backward reload it on demand",
     RELOADING: "nothing is left to call: backward waits for the reload by itself",
-    RELOADED: "nothing is left to call: its backward has already begun",
 }
 
 
@@ -96,7 +93,7 @@ class ActivationSet:
         self._stays = stays
         self._compute_stream = transfers.backend.compute_stream()
         self._storages: list[weakref.ref[SavedStorage]] = []
-        self.alive: Token | None = Token(layer, self._reload_late, self._mark_read)  # until the forward has ended
+        self.alive: Token | None = Token(layer, self._reload_late)  # until the forward has ended
         # Weakly, so that it tells whether a handle is left.
         self._graph = weakref.ref(self.alive)
 
@@ -184,7 +181,7 @@ class ActivationSet:
 
     @property
     def _token(self) -> Token:
-        return self.alive or Token(self.layer, self._reload_late, self._mark_read)
+        return self.alive or Token(self.layer, self._reload_late)
 
     def _storage_of(self, tensor: torch.Tensor, maker: type, changes: int) -> SavedStorage:
         """The storage of a tensor that is offloaded, which moves with this set from now on."""
@@ -318,10 +315,6 @@ class ActivationSet:
             # Storages that were not reloaded remain on the host. Compute waits for copies that run into their landings.
             backend.wait(compute, h2d_stream.record_event(), Wait.UNREAD)
             raise
-
-    def _mark_read(self) -> None:
-        if self.state is RELOADING:
-            self.state = RELOADED
 
     def _live(self) -> list[SavedStorage]:
         """The storages that a graph still holds and that move with this set, in the order of the copies to the host."""

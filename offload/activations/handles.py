@@ -24,14 +24,12 @@ from offload.recompute.run_again import Frame
 class Token:
     """Held by every handle of a set, so that a weak reference to it tells whether the graph is gone.
 
-    ``reload_late`` is called when backward reads a storage that is on the host, ``mark_read`` for one that was
-    reloaded.
+    ``reload_late`` is called when backward reads a storage that is on the host.
     """
 
-    def __init__(self, layer: int, reload_late: Callable[[SavedStorage], None], mark_read: Callable[[], None]) -> None:
+    def __init__(self, layer: int, reload_late: Callable[[SavedStorage], None]) -> None:
         self.layer = layer
         self.reload_late = reload_late
-        self.mark_read = mark_read
 
 
 class SavedHandle:
@@ -100,7 +98,6 @@ class MovedHandle(SavedHandle):
         reload = storage.reload
         if reload is not None and reload.awaited_by != storage.transfers.backend.compute_stream_id():
             storage.wait_for(reload)
-            self.token.mark_read()
         if reload is None and self.leaf is not None and (leaf := self.leaf()) is not None:
             return leaf  # a view that nobody else holds would become a gradient, which changes what the program holds
         key = id(self), self.geometry

@@ -319,7 +319,7 @@ def test_calls_in_a_wrong_order(layers, inputs):
     with refused("start_reload_layer(1): layer 1 must be OFFLOADED, but it is RELOADING"):
         controller.start_reload_layer(1)
     loss.backward()
-    with refused("layer 1 must be OFFLOADED, but it is RELOADED"):
+    with refused("layer 1 must be OFFLOADED, but it is RELOADING; nothing is left to call"):
         controller.start_reload_layer(1)
     with refused("start_offload_layer(0): layer 0 must be RESIDENT, but its backward is over"):
         controller.start_offload_layer(0)

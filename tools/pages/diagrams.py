@@ -22,15 +22,14 @@ MEMORY = {
     OffloadState.OFFLOADING: ("held", "being written"),
     OffloadState.OFFLOADED: ("free", "held"),
     OffloadState.RELOADING: ("being written", "held"),
-    OffloadState.RELOADED: ("held", "free"),
 }
-VERBS = ("start_offload", "release", "start_reload", "unpack")
+VERBS = ("start_offload", "release", "start_reload")
 """From each state to the next."""
 
 
 def states_figure(*, narrow: bool) -> Figure:
-    """The five states in a row, for phones in a column; the verbs between them, and who holds the memory in each."""
-    figure = new_figure((NARROW_INCHES, 4.4) if narrow else (WIDE_INCHES, 2.2))
+    """The four states in a row, for phones in a column; the verbs between them, and who holds the memory in each."""
+    figure = new_figure((NARROW_INCHES, 3.55) if narrow else (WIDE_INCHES, 2.2))
     ax = figure.subplots()
     ax.set_axis_off()
     across, down = (0.0, -1.25) if narrow else (2.25, 0.0)
@@ -64,9 +63,9 @@ def states_figure(*, narrow: bool) -> Figure:
         ax.annotate("", xy=end, xytext=start, arrowprops=style)
     if narrow:
         ax.set_xlim(-0.05, 4.65)
-        ax.set_ylim(1.1 + 4 * down, 2.15)
+        ax.set_ylim(1.1 + 3 * down, 2.15)
     else:
-        ax.set_xlim(-0.8, 4 * across + width + 0.05)
+        ax.set_xlim(-0.8, 3 * across + width + 0.05)
         ax.set_ylim(-0.05, 2.3)
     return figure
 
