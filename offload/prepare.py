@@ -167,9 +167,9 @@ class PreparedTraining(Handle):
         return bytes_of_gradients((one for one in self._model.parameters() if one not in elsewhere), self._device)
 
     def more_after_step(self) -> bool:
-        """Ask for another recipe, unless this one was chosen for just these activations."""
+        """Ask for another recipe, unless this one is chosen for just these activations."""
         self._decides_again = self._prediction is not None and not self._deciding
-        return self._decides_again
+        return not self._deciding
 
     def __repr__(self) -> str:
         budget = format_bytes(self.plan.memory_budget)
@@ -273,12 +273,12 @@ class PreparedTraining(Handle):
         )
         made = replace(made, memory_budget=self._plan.memory_budget, in_pieces=self._plan.in_pieces)
         self._plan = self._only_reachable(made)
-        if not self._plan.fits:  # the activations have said that they do not fit
+        if not self._plan.fits:
             if self._pieces.left:  # the layers are measured again, with something in pieces
                 self._pieces.due, self._prediction = True, None
                 activations.remove()
                 self._activations = self._measured()
-            elif again:
+            else:
                 activations.plan_again()  # which says that it does not fit
             return
         chosen = self._plan.chosen

@@ -65,14 +65,23 @@ def test_what_breaks_the_budget_is_computed_in_pieces(sizes: tuple[int, int], bu
 
 @pytest.mark.slow
 def test_measured_steps_tell_what_sizes_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nobody says of a recipe that its activations do not fit before another one was chosen."""
     monkeypatch.setattr("offload.measuring.in_pieces.LOGIT_BYTES", 0)
     expected, _, _ = train(llama(), None)
-    with pytest.warns(UserWarning, match="cannot be met"):
-        found, _, prepared = train(llama(), 12 << 20)
+    found, _, prepared = train(llama(), 12 << 20)
     assert found == pytest.approx(expected, rel=1e-5)
     assert [one.partition(" of ")[0] for one in prepared.plan.in_pieces] == [LOSS]
     assert prepared.state == "following"
     assert prepared.plan.fits
+
+
+@pytest.mark.slow
+def test_what_nothing_helps_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload.measuring.in_pieces._pieces_of", lambda *_: [])
+    with pytest.warns(UserWarning, match="cannot be met") as said:
+        _, _, prepared = train(llama(), 12 << 20)
+    assert len([one for one in said if "cannot be met" in str(one.message)]) == 1
+    assert not prepared.plan.fits
 
 
 def test_a_larger_microbatch_and_one_without_labels() -> None:
