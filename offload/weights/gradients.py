@@ -24,6 +24,9 @@ from offload.host.page_locked import page_locked
 from offload.weights.layer import WeightLayer, WeightWait
 from offload.weights.parameter import Gradients, HostParameter
 
+STAGING = 3
+"""The gradients of so many layers may wait on the host to be added, each in a buffer of their own."""
+
 _Staged = tuple[HostParameter, torch.Tensor, Callable[[torch.Tensor], object]]
 """A gradient on the device, and what adds its host copy to the sum, or replaces the sum by it."""
 
@@ -39,14 +42,11 @@ class _Flight(NamedTuple):
 class GradientWriter:
     """Writes gradients to ``p.grad``, of at most ``num_flights`` layers at once while compute continues."""
 
-    def __init__(
-        self, backend: Backend, layers: list[WeightLayer], num_flights: int, num_staging: int, counters: Counter[str]
-    ) -> None:
+    def __init__(self, backend: Backend, layers: list[WeightLayer], num_flights: int, counters: Counter[str]) -> None:
         self._backend = backend
         self._layers = layers
         self._d2h_stream, _ = backend.copy_streams
         self._num_flights = num_flights
-        self._num_staging = num_staging
         self.counters = counters
         self._flights: deque[_Flight] = deque()
         # The memory of p.grad, kept from step to step: page-locking stops the device.
@@ -166,8 +166,8 @@ class GradientWriter:
         return buffer
 
     def _fill_staging(self) -> None:
-        """Let there be as many buffers as were asked for: an interrupt or an error may have lost some."""
-        for _ in range(self._num_staging - self._staging.qsize()):
+        """Let there be all buffers: an interrupt or an error may have lost some."""
+        for _ in range(STAGING - self._staging.qsize()):
             self._staging.put(torch.empty(0, dtype=torch.uint8))
 
     def _land(self) -> None:

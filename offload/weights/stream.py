@@ -119,7 +119,6 @@ class WeightStream:
         backend: Backend,
         layers: list[WeightLayer],
         num_slots: int,
-        num_staging: int,
         group: ProcessGroup | None = None,
     ) -> None:
         hosts = {host for layer in layers for host in layer.parameters}
@@ -141,7 +140,7 @@ class WeightStream:
         for layer in layers:
             layer.renew(backend.compute_stream_id())
         self.grouped = group is not None
-        self._writer = GradientWriter(backend, layers, num_slots - 1, num_staging, self.counters)
+        self._writer = GradientWriter(backend, layers, num_slots - 1, self.counters)
         self.reducer: GradientReducer | None = None
         if group is not None and group.size() > 1:
             self.reducer = GradientReducer(backend, layers, group, self._writer)

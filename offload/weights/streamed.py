@@ -162,7 +162,6 @@ def stream_weights(
     *,
     num_slots: int = 2,
     grad_dtype: torch.dtype | None = None,
-    num_staging: int = 3,
     process_group: ProcessGroup | None = None,
 ) -> StreamedWeights:
     """Keep the parameters of ``layers`` in pinned host memory, and load each layer's to the device when it computes.
@@ -192,8 +191,6 @@ def stream_weights(
             and as many layers' gradients may be on their way to the host.
         grad_dtype: ``torch.float32`` for sums of gradients, and ``p.grad``, in float32; ``None`` for each parameter's
             own dtype. PyTorch's Adam optimizers demand the parameter's dtype.
-        num_staging: Number of layers whose gradients may wait on the host to be added, from the second microbatch on;
-            a buffer each. When all are taken, backward waits for the host.
         process_group: Data parallelism: each layer's gradients are averaged over the ranks of this group, on the
             device, during backward. All its ranks must call this, with the same layers, which begin with the weights
             of its first rank; see :meth:`StreamedWeights.prepare_ddp` for parameters outside the layers. ``None``
@@ -212,7 +209,6 @@ def stream_weights(
     modules = check_layers(layers, StreamedLayer, "streamed", "is still listed once")
     check_parameters(modules)
     check_int("num_slots", num_slots, least=2)
-    check_int("num_staging", num_staging, least=1)
     if grad_dtype not in (None, torch.float32):
         raise ValueError(f"grad_dtype must be torch.float32 or None, got {grad_dtype!r}")
     if streams_any_of({parameter for module in modules for parameter in module.parameters()}):
@@ -231,7 +227,7 @@ def stream_weights(
     amounts = format_bytes(weight_bytes), len(modules), format_s(time.perf_counter() - begin_s)
     _logger.info("moved %s of weights of %d layers to pinned host memory in %s", *amounts)
     streamed = [layer for layer in found if layer.nbytes]
-    stream = WeightStream(backend, streamed, num_slots, num_staging, process_group)
+    stream = WeightStream(backend, streamed, num_slots, process_group)
     handle = StreamedWeights(modules, stream)
     _watch_optimizers(_before_step)
     _streams.add(stream)

@@ -22,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from offload import stream_weights
 from offload.device.cpu import ComputeStream, CpuStream
+from offload.weights import gradients as gradient_writer
 from offload.weights.layer import WeightWait
 
 LAYERS = 4
@@ -278,10 +279,11 @@ def test_nothing_blocks_the_host_before_the_end_of_backward(lab: Lab, monkeypatc
         assert handle.stats().staging_waits == 0
 
 
-def test_staging_is_bounded(lab: Lab) -> None:
+def test_staging_is_bounded(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient_writer, "STAGING", 1)
     layers, x = build(Linear, 8, lab.device)
     expected = gradients(layers, x)
-    with stream_weights(layers, lab.device, num_staging=1) as handle:
+    with stream_weights(layers, lab.device) as handle:
         layers.zero_grad()
         lab.slow(d2h_s=0.005)
         for _ in range(2):
@@ -389,7 +391,7 @@ def test_a_failed_microbatch_gives_its_staging_buffer_back(
         else:
             copy(stream, target, source)
 
-    with stream_weights(layers, lab.device, num_staging=1) as handle:
+    with stream_weights(layers, lab.device) as handle:
         gradients(layers, x)
         with monkeypatch.context() as patch:
             if what == "addition":
