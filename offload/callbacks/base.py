@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.base.checks import parse_budget, parse_bytes
+from offload.base.checks import parse_bytes
 from offload.base.find_layers import find_layers
 from offload.base.layer_events import Handle
 from offload.offload_layers import check_choice
@@ -45,17 +45,14 @@ class WhileTraining(Handle):
         self.handle: offload.OffloadedLayers | offload.PreparedTraining | None = None
         """What :func:`offload.prepare` or :func:`offload.offload_layers` returned for the latest training."""
         self._layers = layers
-        self._options = options if num_layers is None else {"num_layers": num_layers, **options}
+        given = {"num_layers": num_layers, "memory_budget": memory_budget, **options}
+        check_choice(**{name: given[name] for name in signature(check_choice).parameters if name in given})
+        parse_bytes(options.get("max_host_bytes") or 0, "max_host_bytes")
+        self._options = options | {name: value for name, value in given.items() if value is not None}
         if memory_budget is None:
             signature(offload.offload_layers).bind((), **self._options)
-            chosen = signature(check_choice).parameters.keys() & self._options.keys()
-            check_choice(**{name: self._options[name] for name in chosen})
         else:
-            self._options["memory_budget"] = memory_budget
             signature(offload.prepare).bind(None, None, **self._options)
-            if memory_budget != "auto":
-                parse_budget(memory_budget)
-            parse_bytes(options.get("max_host_bytes") or 0, "max_host_bytes")
 
     def attach(self, model: nn.Module, *optimizers: Any, device: torch.device | None = None) -> None:
         """Begin with a model that ``optimizers`` are to train on ``device``: the trainer calls this."""
