@@ -228,8 +228,9 @@ def counted_on_page(asked, found):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("seed", [0, pytest.param(3, marks=pytest.mark.nightly)])
 def test_ways_to_train_are_those_of_the_library(seed):
+    """All ways are chosen for some questions of these seeds."""
     draw = random.Random(seed)
     cases = [random_question(draw) for _ in range(50)]
     for asked, found in zip(cases, asked_of_the_page([["command", asked] for asked in cases]), strict=True):
