@@ -1552,12 +1552,13 @@ def test_a_mask_that_all_layers_are_given_is_not_offloaded(lab: Lab) -> None:
 def test_an_attribute_that_is_an_inference_tensor(policies: dict[str, str], lab: Lab) -> None:
     def layer() -> nn.Module:
         with torch.inference_mode():
-            made = {"positions": torch.linspace(0, 1, WIDTH), "unread": torch.zeros(1)}
+            positions = torch.linspace(0, 1, WIDTH, device=lab.device)
+            made = {"positions": positions, "unread": torch.zeros(1, device=lab.device)}
         return Composed(
             lambda own, x: (own.lin(x).sin() + own.positions).tanh() * x, lin=nn.Linear(WIDTH, WIDTH), **made
         )
 
-    layers, x = build(layer, LAYERS, torch.device("cpu"))
+    layers, x = build(layer, LAYERS, lab.device)
     assert assert_bits(partial(step, layers, x), layers, lab, policies)["sin"] == "recompute"
 
 
