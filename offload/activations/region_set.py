@@ -55,6 +55,7 @@ class RegionSet(ActivationSet):
     _first_node = 0
     _limit = 0  # forward has gone another way if it has saved fewer tensors
     _contents: Any = None
+    _aliases: WeakTensorKeyDictionary | None = None  # of leaves that are held; few forwards hold any
     _held: tuple[DroppedHandle, ...] = ()  # by number: they hold their tensors until the second run was compared
 
     def __init__(
@@ -62,7 +63,6 @@ class RegionSet(ActivationSet):
     ) -> None:
         super().__init__(layer, transfers, rules, known, stays=stays)
         self._policies = policies
-        self._aliases = WeakTensorKeyDictionary()  # of leaves that are held
 
     def enter(self, inputs: object = None) -> None:
         layer = self._policies.layer()
@@ -149,8 +149,8 @@ class RegionSet(ActivationSet):
     def leave(self, *, failed: bool) -> None:
         super().leave(failed=failed)
         frame, learn, way, held, aliases = self._frame, self._learn, self._way, self._held, self._aliases
-        self._frame = self._learn = self._way = self.packing = None
-        self._held, self._aliases = (), WeakTensorKeyDictionary()
+        self._frame = self._learn = self._way = self._aliases = self.packing = None
+        self._held = ()
         if learn is not None:
             leave_modes((Learn,))
         if frame is not None:
@@ -166,13 +166,15 @@ class RegionSet(ActivationSet):
             self._prove(frame, way, originals)
             way.unproven_sizes -= self._sized and not frame.strange
             way.proven = way.proven or not self._sized
+        if not held:
+            return
         # Back to what the program still holds: autograd makes what nobody else holds a gradient.
-        leaves = {id(alias): tensor for tensor, alias in aliases.items()}
+        leaves = {id(alias): tensor for tensor, alias in (aliases or {}).items()}
         originals = [leaves.get(id(one), one) for one in originals]
         for one, tensor in zip(held, originals, strict=True):
             if one.kept is not None:
                 one.kept.versions = tensor
-        if way is not None and held:
+        if way is not None:
             self._settle(frame, way, held, originals)
 
     def _pack_in_order(self, way: Way, frame: Frame | None) -> Generator[SavedHandle | None, torch.Tensor, None]:
@@ -301,6 +303,8 @@ class RegionSet(ActivationSet):
         alias = tensor
         if type(tensor) is torch.Tensor and not tensor.requires_grad:
             # Also of a leaf, which the program may hold: its memory may be on the host while the layer runs again.
+            if self._aliases is None:
+                self._aliases = WeakTensorKeyDictionary()
             if tensor not in self._aliases:
                 self._aliases[tensor] = tensor.detach()
             alias = self._aliases[tensor]

@@ -176,7 +176,7 @@ class LayerState:
 
     def snapshot(self) -> Snapshot:
         """The state as it is now, with clones of what forward writes into."""
-        found = [part.copy() for part in self._dicts]
+        found = [part.copy() if part else {} for part in self._dicts]  # most modules have no buffers and no submodules
         for index, key in self._cloned:
             if key in found[index]:
                 found[index][key] = found[index][key].detach().clone()
