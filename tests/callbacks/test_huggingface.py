@@ -306,7 +306,7 @@ def test_says_what_the_model_has():
         ),
         ({"memory_budget": "40"}, "memory_budget must be a number and a unit, such as '40GiB', got '40'"),
         ({"memory_budget": "1GiB", "max_host_bytes": "lots"}, "max_host_bytes must be a number and a unit"),
-        ({"memory_budget": "1GiB", "num_layers": 2}, "unexpected keyword argument 'num_layers'"),
+        ({"memory_budget": "1GiB", "num_layers": 2}, "memory_budget excludes num_layers"),
         ({"state_dtype": torch.float32}, "unexpected keyword argument 'state_dtype'"),
     ],
 )
