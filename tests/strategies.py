@@ -96,6 +96,7 @@ def region_layers(draw) -> LayerProfile:
         backward_s,
         workspace_bytes=draw(st.integers(0, 50)) * (1 << 20),
         freed_sooner_bytes=draw(st.integers(0, 50)) * (1 << 20),
+        small_bytes=draw(st.integers(0, 5)) * (1 << 20),
         forward_workspace_bytes=draw(st.integers(0, 500)) * (1 << 20),
         host=host,
     )

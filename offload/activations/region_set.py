@@ -277,7 +277,7 @@ class RegionSet(ActivationSet):
             plain = plain_memory(tensor) is not None
             moves = plain and type(tensor) is torch.Tensor
             moves = moves and isinstance(decide(tensor, self._rules._replace(min_bytes=0)), type)
-            small = tensor.untyped_storage().nbytes() < self._rules.min_bytes if moves else False
+            small = moves and tensor.untyped_storage().nbytes() < self._rules.min_bytes
             time = len(trace.steps)
             trace.saved.append(
                 SavedTensor(

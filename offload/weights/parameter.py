@@ -92,7 +92,7 @@ class HostParameter:
             "backward, but it has a hook, or the loss uses it by itself; leave its layer out, or do without."
         )
 
-    def several_error(self) -> NotImplementedError:
+    def second_gradient_error(self) -> NotImplementedError:
         """The error for a second gradient before the first one has left the layer."""
         return NotImplementedError(
             f"{self.name} must get one gradient while backward is in its layer, but reentrant checkpoints gave "
@@ -195,7 +195,7 @@ class StandIn:
         if hooked or is_captured(host.accumulator):
             return gradient.to("cpu")
         if host in self._gradients:  # autograd would add each to p.grad by itself: a sum here would round otherwise
-            raise host.several_error()
+            raise host.second_gradient_error()
         if gradient.layout is not torch.strided:
             raise NotImplementedError(
                 f"{host.name} must have a dense gradient, got {gradient.layout}; build the embedding with "

@@ -103,7 +103,7 @@ class LayerSteps(WeightHolder):
         for host in list(layer.gradients):
             if not host.shared and host.parameter in steps.groups:
                 if host in taken:
-                    raise host.several_error()
+                    raise host.second_gradient_error()
                 taken[host] = layer.gradients.pop(host)
 
     def complete(self, entered: WeightLayer | None, in_slot: WeightLayer | None) -> None:

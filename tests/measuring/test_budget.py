@@ -1,6 +1,7 @@
 """A memory budget for layers: measured in the first rounds, planned, followed, and planned again where need be."""
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -151,6 +152,21 @@ def test_what_is_saved_before_the_first_layer_counts(case: str, lab: Lab) -> Non
         peaks = [step() for _ in range(6)]
     assert max(peaks[3:]) <= budget
     assert handle.plan.peak_bytes == peaks[-1]
+
+
+def test_a_handle_tells_its_plan_with_what_microbatches_took(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU they are not timed, as copies and compute share the cores: half as long again is given here."""
+    layers, x = build("decoder", LAYERS, lab.device)
+    with budgeted(layers, lab, "1GiB") as handle:
+        for _ in range(3):
+            step_gradients(layers, x)
+        predicted = handle.plan
+        monkeypatch.setattr(handle._hooks._compare, "_ratios", defaultdict(lambda: [1.5]))
+        corrected = handle.plan
+    pairs = zip(predicted.profile.layers, corrected.profile.layers, strict=True)
+    assert all((two.forward_s, two.backward_s) == (1.5 * one.forward_s, 1.5 * one.backward_s) for one, two in pairs)
+    assert corrected.step_s > predicted.step_s
+    assert corrected.peak_bytes == predicted.peak_bytes
 
 
 def test_what_does_not_grow_with_the_inputs_is_not_scaled(lab: Lab) -> None:
