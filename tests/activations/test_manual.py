@@ -209,18 +209,6 @@ def test_a_tensor_that_is_resized_while_its_reload_begins(monkeypatch):
     assert_same(expected, found)
 
 
-def test_late_reload_is_correct_and_counted(layers, inputs):
-    expected = expected_gradients(layers, inputs[:1])
-    context, sync, controller = manual()
-    loss = run(layers, inputs[0], controller.start_offload_layer, context, sync)
-    for layer in range(3):
-        controller.release_activation_forward_gpu_memory(layer)
-    controller.start_reload_layer(1)
-    loss.backward()
-    assert_same(expected, gradients(layers))
-    assert context.stats().late_reloads == 2
-
-
 def test_named_microbatches_in_any_order(layers, inputs):
     expected = expected_gradients(layers, inputs[::-1])
     context, sync, controller = manual()

@@ -17,11 +17,8 @@ from ranks import ranks_of
 from saving import CHANGES, WHERE, assert_identical, normal, nothing, round_trip, run
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
-from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 
 import offload
 from offload import mark_not_offload, offload_layers
@@ -149,6 +146,16 @@ def test_subclasses_and_inner_tensors_that_stay(lab: Lab, x: torch.Tensor) -> No
 
     found, offloaded = round_trip(lambda: normal(8, 12).to(lab.device).as_subclass(Labelled), x, moves=False)
     assert torch.equal(found.as_subclass(torch.Tensor), normal(8, 12).to(lab.device))
+    assert offloaded.stats.skipped == {"subclass": 1}
+
+    class Quantized(Boxed):
+        """As Transformer Engine's: taken apart by itself, and put together by what is in no context of autograd's."""
+
+        def prepare_for_saving(self) -> None:
+            raise AssertionError("nobody but its own functions may take it apart")
+
+    found, offloaded = round_trip(lambda: Quantized(normal(8, 12).to(lab.device)), x, moves=False)
+    assert_identical(normal(8, 12).to(lab.device), innermost(found))
     assert offloaded.stats.skipped == {"subclass": 1}
     marked = scaled(lab.device)
     offload.mark_not_offload(marked)
@@ -317,201 +324,6 @@ def test_torch_functions_of_a_subclass_do_not_matter(lab: Lab, x: torch.Tensor) 
     assert_identical(normal(8, 12).to(lab.device), innermost(found))
 
 
-class Quantizer:
-    """What makes a :class:`Quantized`; with a tensor, so that no context of ``__tensor_flatten__`` can hold it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.scale = torch.full((1,), 16.0, device=device)
-
-    def __call__(self, values: torch.Tensor) -> Quantized:
-        largest = torch.finfo(torch.float8_e4m3fn).max  # beyond it, only the CPU's conversion saturates
-        data = (values * self.scale).clamp(-largest, largest).to(torch.float8_e4m3fn).view(torch.uint8)
-        return Quantized(values.shape, data=data, transpose=None, scale_inv=1 / self.scale, quantizer=self)
-
-
-class Quantized(torch.Tensor):
-    """Stands in for Transformer Engine's ``Float8Tensor``: its protocol, and what is hard about it.
-
-    Preparing an object empties it. An empty object can do nothing but be restored. ``detach`` returns another object
-    with the same tensors. ``__tensor_flatten__`` loses the quantizer.
-    """
-
-    @staticmethod
-    def __new__(cls, shape: torch.Size, *, scale_inv: torch.Tensor, **_: Any) -> Quantized:
-        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32, device=scale_inv.device)
-
-    def __init__(
-        self,
-        shape: torch.Size,
-        *,
-        data: torch.Tensor,
-        transpose: torch.Tensor | None,
-        scale_inv: torch.Tensor,
-        quantizer: Quantizer | None,
-    ) -> None:
-        self._data: torch.Tensor | None = data
-        self._transpose: torch.Tensor | None = transpose
-        self._scale_inv: torch.Tensor | None = scale_inv
-        self._quantizer = quantizer
-
-    @property
-    def device(self) -> torch.device:
-        if self._data is None:
-            raise RuntimeError("Quantized has no data!")
-        return self._data.device
-
-    def detach(self) -> Quantized:
-        assert self.device
-        return Quantized(
-            self.shape, data=self._data, transpose=self._transpose, scale_inv=self._scale_inv, quantizer=self._quantizer
-        )
-
-    def dequantize(self) -> torch.Tensor:
-        assert self.device
-        return self._data.view(torch.float8_e4m3fn).float() * self._scale_inv
-
-    def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], Quantized]:
-        tensors = [self._data, self._transpose, self._scale_inv]
-        self._data = self._transpose = self._scale_inv = None
-        return tensors, self
-
-    def restore_from_saved(self, tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        self._data, self._transpose, self._scale_inv = tensors[:3]
-        return tensors[3:]
-
-    def __tensor_flatten__(self) -> tuple[list[str], torch.Size]:
-        return ["_data", "_scale_inv"], self.shape
-
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, torch.Tensor], shape: torch.Size, size: Any, stride: Any) -> Quantized:
-        return Quantized(shape, data=inner["_data"], transpose=None, scale_inv=inner["_scale_inv"], quantizer=None)
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return args[0].detach()
-        plain, plain_kwargs = tree_map_only(Quantized, Quantized.dequantize, (args, kwargs or {}))
-        result = func(*plain, **plain_kwargs)
-        if func._schema.is_mutable:
-            args[0]._data.copy_(args[0]._quantizer(result)._data)
-            return args[0]
-        return result
-
-
-class Fp8Linear(torch.autograd.Function):
-    """Saves its input in eight bits, as an object that autograd sees or, as Transformer Engine does, as its tensors."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, quantizer: Quantizer, inside: bool) -> torch.Tensor:
-        quantized = quantizer(x)
-        result = quantized.dequantize() @ weight
-        ctx.emptied = None
-        if inside:
-            tensors, ctx.emptied = quantized.prepare_for_saving()
-            ctx.save_for_backward(weight, *tensors)
-        else:
-            ctx.save_for_backward(weight, quantized)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        weight, *rest = ctx.saved_tensors
-        if ctx.emptied is None:
-            (quantized,) = rest
-        else:
-            quantized = ctx.emptied
-            assert quantized.restore_from_saved(rest) == []
-        assert isinstance(quantized, Quantized)
-        return gradient @ weight.t(), quantized.dequantize().t() @ gradient, None, None
-
-
-@pytest.mark.parametrize("inside", [False, True])
-def test_gradients_of_quantized_layers(inside: bool, lab: Lab) -> None:
-    quantizer = Quantizer(lab.device)
-    weights = [normal(12, 12).to(lab.device).requires_grad_() for _ in range(3)]
-    x = normal(8, 12).to(lab.device).requires_grad_()
-    layers = [lambda y, weight=weight: Fp8Linear.apply(y, weight, quantizer, inside) for weight in weights]
-    offload.mark_not_offload(*weights)
-
-    def step(offloaded: Offloading) -> list[torch.Tensor]:
-        return gradients([x, *weights], lambda: loss_of(offloaded.forward(layers, x)).backward())
-
-    offloaded = offloading(1, 3, lab.device)
-    assert_same(step(NOTHING), step(offloaded))
-    assert offloaded.stats.offloaded_bytes == (8 * 12 + 4 if inside else 0)
-    assert offloaded.stats.wasted_bytes == 0
-    assert offloaded.stats.skipped == ({"marked": 1} if inside else {"marked": 1, "subclass": 1})
-
-
-def test_device_memory_is_free_after_the_release(lab: Lab, x: torch.Tensor) -> None:
-    memory: list[StorageWeakRef] = []
-    found: list[torch.Tensor] = []
-
-    def tensors() -> tuple[torch.Tensor, ...]:
-        made = scaled(lab.device)
-        memory.append(StorageWeakRef(made.values_.untyped_storage()))
-        return (made,)
-
-    offloaded = offloading(1, 3, lab.device)
-    y = offloaded.layer(lambda y: save(y, found.extend, *tensors()), x)
-    y = offloaded.layer(torch.neg, y)
-    assert not memory[0].expired()
-    y = offloaded.layer(torch.neg, y)
-    assert memory[0].expired()
-    assert offloaded.stats.wasted_bytes == 0
-    y.sum().backward()
-    memory.append(StorageWeakRef(found[0].values_.untyped_storage()))
-    found.clear()
-    assert memory[1].expired()
-
-
-class SwiGlu(nn.Module):
-    """Its input is cast to float8 for both of its readers at once, or by each of them for itself."""
-
-    def __init__(self, cast_first: bool) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(32)
-        self.gate, self.up = nn.Linear(32, 48, bias=False), nn.Linear(32, 48, bias=False)
-        self.down = nn.Linear(48, 32, bias=False)
-        self.cast_first = cast_first
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.norm(x)
-        if self.cast_first:
-            y = hp_tensor_to_float8_dynamic(y, torch.float8_e4m3fn, self.gate.linear_mm_config)
-        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
-
-
-def float8_layers(cast_first: bool, device: torch.device) -> nn.ModuleList:
-    torch.manual_seed(0)
-    layers = nn.ModuleList(SwiGlu(cast_first) for _ in range(3)).to(device, torch.bfloat16)
-    return convert_to_float8_training(layers, config=Float8LinearConfig(emulate=True))
-
-
-def float8_bytes(cast_first: bool, device: torch.device) -> int:
-    """What the first of three layers offloads; its gradients are checked."""
-    layers = float8_layers(cast_first, device)
-    x = normal(16, 32, dtype=torch.bfloat16).to(device).requires_grad_()
-
-    def step(offloaded: Offloading) -> list[torch.Tensor]:
-        # Whether RMSNorm saves the input depends on the device; as no leaf it would be offloaded in any case.
-        return gradients([x, *layers.parameters()], lambda: loss_of(offloaded.forward(layers, x * 2)).backward())
-
-    offloaded = offloading(1, 3, device)
-    assert_same(step(NOTHING), step(offloaded))
-    assert set(offloaded.stats.skipped) == {"parameter"}
-    return offloaded.stats.offloaded_bytes
-
-
-def test_float8_training(lab: Lab) -> None:
-    """A linear layer saves its input as it gets it: cast beforehand, each element is one byte in place of two."""
-    as_bfloat16, as_float8 = (float8_bytes(cast_first, lab.device) for cast_first in (False, True))
-    scale_bytes = 4
-    assert as_bfloat16 - as_float8 == 16 * 32 - scale_bytes
-
-
 def jagged(values: torch.Tensor, *, holes: bool = False) -> torch.Tensor:
     offsets = torch.tensor([0, 3, 8], device=values.device)
     lengths = torch.tensor([2, 5], device=values.device) if holes else None
@@ -532,24 +344,6 @@ def test_jagged_tensor_keeps_its_ragged_size(holes: bool, lab: Lab, x: torch.Ten
     assert found.offsets() is seen[1]
     assert_identical(normal(8, 12).to(lab.device), found.values())
     assert offloaded.stats.offloaded_bytes == 8 * 12 * 4
-
-
-def test_gradients_of_jagged_tensors(lab: Lab) -> None:
-    torch.manual_seed(0)
-    layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(3)).to(lab.device)
-    values = normal(8, 12).to(lab.device).requires_grad_()
-    blocks = [lambda y, linear=linear: y + torch.tanh(linear(y)) * y for linear in layers]
-
-    def step(offloaded: Offloading) -> list[torch.Tensor]:
-        def run() -> None:
-            loss_of(offloaded.forward(blocks, jagged(values * 2)).values()).backward()
-
-        return gradients([values, *layers.parameters()], run)
-
-    offloaded = offloading(1, 3, lab.device)
-    assert_same(step(NOTHING), step(offloaded))
-    assert offloaded.stats.offloaded_bytes == 2 * 8 * 12 * 4  # the input and what tanh returns
-    assert offloaded.stats.skipped == {"parameter": 1}
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

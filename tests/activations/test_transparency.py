@@ -187,18 +187,6 @@ def test_every_way_to_run_a_step(step: Callable[..., None], block: str, k: int, 
 
 
 @pytest.mark.slow
-def test_shapes_change_from_step_to_step(device: torch.device) -> None:
-    layers, x = build("decoder", LAYERS, device)
-    offloaded = offloading(3, LAYERS, device)
-    for batch, tokens in [(2, 8), (1, 8), (2, 3), (2, 8), (5, 7), (1, 1)]:
-        torch.manual_seed(0)
-        x = torch.randn(batch, tokens, x.shape[-1]).to(device).requires_grad_()
-        expected = step_gradients(layers, x)
-        assert_same(expected, step_gradients(layers, x, offloaded))
-    assert_on_time(offloaded)
-
-
-@pytest.mark.slow
 def test_context_inside_another(device: torch.device) -> None:
     """An outer layer that runs inner layers with a context of their own: each level moves what it saves itself."""
     inner, x = build("decoder", LAYERS, device)
