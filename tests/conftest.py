@@ -73,7 +73,6 @@ LONG_FILES = (
 FORKED = (
     "test_docs.py",
     "test_examples.py",
-    "test_huggingface.py",
     "test_subclasses.py",
     "test_pipelining.py",
     "test_data_parallel.py",

@@ -1,15 +1,12 @@
 """The callback for Hugging Face's Trainer."""
 
-import os
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
 import transformers
 from llama import LAYERS, llama
-from scripts import NO_GPU, TORCH, TRAINERS, as_torchrun, run_scripts
 from torch import nn
 
 import offload
@@ -147,29 +144,6 @@ def test_trains_streamed_weights_the_same(tmp_path, options):
     )
     assert saved.keys() == wanted.keys()
     assert all(torch.equal(saved[name], wanted[name]) for name in wanted)
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.multigpu(n=2))])
-def test_trains_streamed_weights_on_two_ranks(tmp_path, device):
-    """Trainer wraps the model for data parallelism, which leaves the layers alone."""
-    tests = Path(__file__).resolve().parents[1]
-    paths = [str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    worker = str(Path(__file__).with_name("trainer_worker.py"))
-    ranks = run_scripts(
-        [[worker, device, str(tmp_path)]] * 2,
-        tmp_path,
-        as_torchrun(environment | (NO_GPU if device == "cpu" else {}), 2),
-        imported=(*TORCH, *TRAINERS),
-    )
-    assert [rank.code for rank in ranks] == [0, 0], "\n".join(rank.output for rank in ranks)
-    for rank in range(2):
-        saved = torch.load(tmp_path / f"{rank}.pt")
-        expected, found = saved["expected"], saved["found"]
-        assert expected["wrapper"] == found["wrapper"] == "DistributedDataParallel"
-        assert found["losses"] == expected["losses"]
-        assert all(map(torch.equal, found["parameters"], expected["parameters"]))
-        assert found["loads"] >= 3 * 2 * (LAYERS - 1)
 
 
 def test_resumes_with_streamed_weights(tmp_path):

@@ -201,21 +201,6 @@ def without_a_step(loop: Loop) -> None:
         loop.step(*[loop.loss(number)] if number % 2 else [])
 
 
-def clipped(loop: Loop) -> None:
-    for number in range(STEPS):
-        loop.loss(number).backward()
-        nn.utils.clip_grad_value_(loop.parameters, 1e-4, foreach=False)  # exact on the host and on the device
-        loop.optimizer.step()
-        loop.optimizer.zero_grad()
-
-
-def test_without_in_backward_gradients_may_be_clipped(lab: Lab) -> None:
-    """They are on the host, and are loaded for the step."""
-    loop = both(lab, clipped, in_backward=False, consume_gradients=False)
-    assert loop.streamed.stats().early_steps == 0
-    assert loop.handle.stats().backward_chunks == 0
-
-
 def with_gradients_of_the_program(loop: Loop) -> None:
     """Of other strides than the weights, and in ordinary memory."""
     for number in range(3):
