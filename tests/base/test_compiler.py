@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lab import Lab
-from models import WIDTH, assert_same, build, gradients, leaves_of, loss_of
+from models import WIDTH, Composed, assert_same, build, gradients, leaves_of, loss_of, through
 from torch import nn
 
 from offload import offload_layers, stream_weights
@@ -42,17 +42,8 @@ def test_interpreted_functions_pass_results_and_errors_on() -> None:
         half(0)
 
 
-class Model(nn.Module):
-    """Calls its layers in turn."""
-
-    def __init__(self, layers: nn.ModuleList) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+Model = Any
+"""Calls its ``layers`` in turn."""
 
 
 def compiled_model(model: Model) -> Callable[[torch.Tensor], Any]:
@@ -97,7 +88,7 @@ def test_hooks_that_come_and_go_after_a_compiled_step(
     """The compiler does not see that a module's hooks have changed."""
     lab.adverse()
     layers, x = build(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()), 3, device)
-    model = Model(layers)
+    model: Model = Composed(lambda own, x: through(own.layers, x), layers=layers)
     run = compiled(model)
     leaves = leaves_of(model, x)
 

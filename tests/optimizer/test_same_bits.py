@@ -250,19 +250,10 @@ def test_state_that_the_program_changes(options: dict[str, Any], device: torch.d
 
 
 def test_tied_and_two_optimizers(device: torch.device) -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = build(device)
-            self.layers[0].bias = self.layers[2].weight
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = self.layers(x)
-            return y
-
     found = []
     for streamed in (False, True):
-        model = Tied()
+        model = build(device)
+        model[0].bias = model[2].weight
         parameters = list(model.parameters())
         optimizers = [torch.optim.AdamW(parameters[::2]), torch.optim.SGD(parameters[1::2], lr=0.1, momentum=0.9)]
         for optimizer in optimizers if streamed else ():

@@ -1,13 +1,13 @@
 """Steps beside backward: the same bits, one gradient a step, and an error where gradients were not final."""
 
-import functools
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from lab import Lab, LateOptimizer
-from models import Stop, assert_same
+from models import Composed, Stop, assert_same, through
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import (
@@ -68,19 +68,13 @@ def test_the_same_bits(name: str, consume: bool, lab: Lab) -> None:
 def test_layers_that_are_recomputed(reentrant: bool, lab: Lab) -> None:
     """A reentrant checkpoint runs a backward inside of backward."""
 
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(build(lab.device) for _ in range(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = x.requires_grad_()
-            for layer in self.layers:
-                x = checkpoint(layer, x, use_reentrant=reentrant)
-            return x
+    def checkpointed(own: Any, x: torch.Tensor) -> torch.Tensor:
+        return through(
+            [partial(checkpoint, layer, use_reentrant=reentrant) for layer in own.layers], x.requires_grad_()
+        )
 
     def train(streamed: bool) -> list[torch.Tensor]:
-        model = Checkpointed()
+        model = Composed(checkpointed, layers=nn.ModuleList(build(lab.device) for _ in range(3)))
         optimizer = adamw(model.parameters())
         if streamed:
             stream(optimizer, in_backward=True)
@@ -164,7 +158,7 @@ def scaled(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.mark.parametrize(("how", "fused"), [(clipped, False), (scaled, False), (scaled, True)])
 def test_gradients_that_are_changed_after_backward_are_refused(how: Any, fused: bool, lab: Lab) -> None:
-    run = Training(lab.device, functools.partial(adamw, fused=fused), in_backward=True)
+    run = Training(lab.device, partial(adamw, fused=fused), in_backward=True)
     with pytest.raises(RuntimeError, match="gradients must be final at the end of backward if in_backward=True, but"):
         how(run.model, run.optimizer)
     with pytest.raises(RuntimeError, match=r"must belong to one step, but .*, after a step in backward; load both"):

@@ -2,23 +2,10 @@
 
 import pytest
 import torch
-from models import WIDTH, MlpBlock
+from models import WIDTH, Composed, MlpBlock, through
 from torch import nn
 
 import offload
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(16, WIDTH)
-        self.layers = nn.ModuleList(MlpBlock() for _ in range(4))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
 
 
 @pytest.mark.filterwarnings("ignore:.*freed no device memory", "ignore:The .grad attribute of a Tensor")
@@ -29,7 +16,11 @@ def test_it_trains_on_after_the_plan_was_watched() -> None:
     for prepares in (False, True):
         torch.compiler.reset()
         torch.manual_seed(0)
-        model = Model()
+        model = Composed(
+            lambda own, tokens: through(own.layers, own.embed(tokens)).square().mean(),
+            embed=nn.Embedding(16, WIDTH),
+            layers=nn.ModuleList(MlpBlock() for _ in range(4)),
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         if prepares:
             offload.prepare(model, optimizer, 1 << 30, device="cpu", min_bytes=1)
