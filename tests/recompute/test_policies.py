@@ -14,13 +14,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import offload
-from offload.activations.activation_set import ActivationSet
-from offload.activations.context import OffloadContext
 from offload.activations.copies import Transfers
-from offload.activations.module_hooks import HookedLayers
-from offload.recompute.layer_policies import LayerPolicies
 from offload.recompute.operations import OPAQUE, known_operation
-from offload.recompute.policies import Policy
 
 LAYERS = 4
 
@@ -487,25 +482,6 @@ def test_gradients(schedule: str, policies: str, order: str, lab: Lab) -> None:
         assert handle.stats().reloaded_bytes > 0
         assert not handle.stats().late_reloads
         assert "recompute" in handle.regions(MORE - 1).values()
-
-
-def test_layers_behind_the_last_one_with_policies_have_no_hooks(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But the next one: what it saves of the last one's output must not be dropped."""
-    layers, x = build("gpt", MORE, lab.device)
-    policies = [LayerPolicies({"*mm": Policy.OFFLOAD, "*": Policy.RECOMPUTE}, layer) for layer in layers[:2]]
-    schedule = offload.Schedule.default(1, MORE)
-    context = OffloadContext(schedule, MORE, min_bytes=1, device=lab.device, policies=[*policies, *[None] * (MORE - 2)])
-    entered = []
-    enter = ActivationSet.enter
-    monkeypatch.setattr(ActivationSet, "enter", lambda one, inputs=None: (entered.append(one.layer), enter(one))[1])
-    expected = step_gradients(layers, x)
-    entered.clear()
-    lab.adverse()
-    with HookedLayers(list(layers), context):
-        for _ in range(3):
-            entered.clear()
-            assert_same(expected, step_gradients(layers, x))
-            assert entered == [0, 1, 2]
 
 
 @pytest.fixture
