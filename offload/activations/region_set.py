@@ -414,7 +414,8 @@ class RegionSet(ActivationSet):
                 frame.kept[number] = handle.kept.unpack
         for number in () if self._stays else way.saved_inputs:  # else the input would be held on the device as well
             kept, needs = frame.held[number]
-            frame.held[number] = self._hold(kept(), saved=True), needs
+            if isinstance(getattr(kept, "__self__", None), KeptHandle):
+                frame.held[number] = self._hold(kept(), saved=True), needs
         originals.clear()
 
 

@@ -195,6 +195,18 @@ def test_a_result_of_the_layer_that_is_changed_before_backward(lab: Lab) -> None
 
 
 @pytest.mark.parametrize("policies", POLICIES.values(), ids=POLICIES)
+def test_steps_that_learn_and_prove_offload_no_more_than_those_that_follow(policies: dict[str, str], lab: Lab) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    with offloaded(layers, lab, policies, LAYERS - 2) as handle:
+        amounts = []
+        for _ in range(4):
+            before = handle.stats()
+            step_gradients(layers, x)
+            amounts.append((handle.stats() - before).offloaded_bytes)
+        assert 0 < amounts[-1] == max(amounts), amounts
+
+
+@pytest.mark.parametrize("policies", POLICIES.values(), ids=POLICIES)
 def test_what_travels_frees_its_memory_in_every_step(policies: dict[str, str], lab: Lab) -> None:
     """The copies that begin while a layer runs are not taken for operations of the layer."""
     layers, x = build("decoder", LAYERS, lab.device)
