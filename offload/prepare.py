@@ -130,7 +130,8 @@ class PreparedTraining(Handle):
     def remove(self) -> None:
         """Remove all hooks. A second call does nothing.
 
-        Weights and optimizer state remain where they are. What the recipe had on the host need not fit on the device.
+        Weights and optimizer state remain where they are, as what the recipe had on the host need not fit on the
+        device; and state in ``state_dtype`` remains so, for another :func:`prepare` or :func:`stream_optimizer`.
         """
         if self._removed:
             return
@@ -140,7 +141,7 @@ class PreparedTraining(Handle):
         if self._activations is not None:
             self._activations.remove()
         if self._state is not None:
-            self._state.remove(on_device=self.recipe.optimizer == "resident")
+            self._state.remove(on_device=False)  # in its own dtype
         if self._weights is not None:
             self._weights.remove()
         self._removed = True
