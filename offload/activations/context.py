@@ -86,6 +86,7 @@ class OffloadContext(ContextDecorator):
         self._unsynced = 0  # outputs in a row that sync was not given, if a schedule needs to know of them
         self._warned: set[str] = set()
         self._closed: _Closed | None = None
+        self._given = schedule  # later ones come from who has measured what layers save
         self.follow(schedule, policies)
 
     @interpreted
@@ -318,7 +319,7 @@ class OffloadContext(ContextDecorator):
     def _warn_if_nothing_moved(self) -> None:
         transfers = self._transfers
         whole = len(self._round.sets) == self.model_layers  # else layers were skipped, perhaps those that offload
-        if not whole or not self.schedule or not self.schedule.moves:
+        if not whole or self.schedule is not self._given or not self._given or not self._given.moves:
             return
         if transfers.offloaded_storages or NO_HOST_MEMORY in transfers.skipped:
             return

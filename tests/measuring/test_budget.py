@@ -45,9 +45,6 @@ def lab(monkeypatch: pytest.MonkeyPatch) -> Lab:
     return Lab(get_backend("cpu"), monkeypatch)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:a whole round of 4 layers was run and nothing was offloaded"
-)  # while they are measured
 @pytest.mark.parametrize("case", ["frozen", "identity", "identity at the end", "small tensors"])
 def test_layers_without_a_backward_or_without_regions(case: str, lab: Lab) -> None:
     """A layer that costs nothing, or whose tensors are all small, keeps no model from its plan."""
