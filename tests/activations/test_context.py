@@ -108,30 +108,6 @@ def test_errors_say_what_to_do(options: dict[str, Any], kind: type[Exception], t
         get_cpu_offload_context(True, **arguments)
 
 
-def test_schedules_of_ones_own(lab: Lab) -> None:
-    entries = {1: (True, 3, False, 2), 0: (True, 2, False, 1)}
-    layers, x = build("decoder", 4, lab.device)
-    expected = step_gradients(layers, x)
-    for options in (
-        {"schedule": Schedule.from_synchronization_dict(entries, 4)},
-        {"schedule": Schedule.from_synchronization_dict(entries, 4), "num_layers": None, "model_layers": 1},
-    ):
-        arguments = {"num_layers": 1, "model_layers": 4, "min_bytes": 0, "device": lab.device, **options}
-        context, sync = get_cpu_offload_context(True, **arguments)
-
-        def step(context: Any = context, sync: Any = sync) -> None:
-            y = x
-            for layer in layers:
-                with context:
-                    y = layer(y)
-                y = sync(y)
-            loss_of(y).backward()
-
-        assert_same(expected, gradients(leaves_of(layers, x), step))
-        assert context.schedule.offloaded_layers == (0, 1)
-        assert context.stats().late_reloads == 0
-
-
 def test_entering_inside_a_layer() -> None:
     context, _ = make()
     with context:

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -229,16 +228,6 @@ def test_error_that_is_handled_around_a_layer(device: torch.device) -> None:
             raise KeyError("out of memory, say")
         except KeyError:
             assert_same(expected, step_gradients(layers, x))
-
-
-def test_layers_dropped_at_random(device: torch.device) -> None:
-    layers, x = build("decoder", 6, device)
-    chance = random.Random(0)
-    steps = [nn.ModuleList(layer for layer in layers if chance.random() < 0.6) for _ in range(12)]
-    expected = [step_gradients(kept, x) for kept in steps]
-    with handle_for(layers, 4, late=True):
-        for kept, before in zip(steps, expected, strict=True):
-            assert_same(before, step_gradients(kept, x))
 
 
 def test_release_point_that_is_skipped(device: torch.device, lab: Lab) -> None:

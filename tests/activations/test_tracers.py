@@ -69,24 +69,13 @@ def case(request: pytest.FixtureRequest, device: torch.device, lab: Lab) -> Case
     return Case(request.param, device)
 
 
-def by_jit_trace(model: nn.Module, x: torch.Tensor) -> Any:
-    return torch.jit.trace(model, x)
-
-
-def by_make_fx(model: nn.Module, x: torch.Tensor) -> Any:
-    return make_fx(model)(x)
-
-
-def by_make_fx_above_autograd(model: nn.Module, x: torch.Tensor) -> Any:
-    return make_fx(model, pre_dispatch=True)(x)
-
-
-def by_fx(model: nn.Module, x: torch.Tensor) -> Any:
-    return torch.fx.symbolic_trace(model)
-
-
-def by_export(model: nn.Module, x: torch.Tensor) -> Any:
-    return torch.export.export(model, (x,), strict=False).module()
+RECORDS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "jit.trace": torch.jit.trace,
+    "make_fx": lambda model, x: make_fx(model)(x),
+    "make_fx above autograd": lambda model, x: make_fx(model, pre_dispatch=True)(x),
+    "fx": lambda model, x: torch.fx.symbolic_trace(model),
+    "export": lambda model, x: torch.export.export(model, (x,), strict=False).module(),
+}
 
 
 def operations(graph: Any) -> Counter[str]:
@@ -97,7 +86,7 @@ def operations(graph: Any) -> Counter[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("record", [by_jit_trace, by_make_fx, by_make_fx_above_autograd, by_fx, by_export])
+@pytest.mark.parametrize("record", RECORDS.values(), ids=list(RECORDS))
 def test_recorded_without_offloading(record: Callable[[nn.Module, torch.Tensor], Any], case: Case) -> None:
     expected, found = record(case.plain, case.x), record(case.model, case.x)
     assert operations(found) == operations(expected)
@@ -122,7 +111,7 @@ def test_one_graph_cannot_hold_the_copies(strict: bool, case: Case) -> None:
     case.assert_unharmed()
 
 
-@pytest.mark.parametrize("make", [torch.jit.script, lambda model: by_jit_trace(model, torch.ones(2, 8))])
+@pytest.mark.parametrize("make", [torch.jit.script, lambda model: torch.jit.trace(model, torch.ones(2, 8))])
 def test_layers_of_torchscript_are_refused(make: Callable[[nn.Module], Any]) -> None:
     """Their hooks would never be called."""
     layers = list(make(Model().layers[0]).children())
@@ -132,25 +121,23 @@ def test_layers_of_torchscript_are_refused(make: Callable[[nn.Module], Any]) -> 
         offload_layers(layers, 1)
 
 
-def transform_of(name: str) -> Callable[[Model, torch.Tensor], object]:
-    def run(model: Model, x: torch.Tensor) -> object:
-        def loss(x: torch.Tensor) -> torch.Tensor:
-            return model(x).square().sum()
-
-        if name == "vjp":
-            return torch.func.vjp(loss, x)
-        if name == "per sample":
-            return torch.vmap(torch.func.grad(loss))(x)
-        if name == "disabled":
-            with torch.autograd.graph.disable_saved_tensors_hooks("not in this block, says the program."):
-                return loss(x)
-        return getattr(torch.func, name)(loss)(x)
-
-    return run
+def disabled(loss: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.disable_saved_tensors_hooks("not in this block, says the program."):
+        return loss(x)
 
 
-@pytest.mark.parametrize("name", ["grad", "vjp", "jacrev", "hessian", "per sample", "disabled"])
-def test_without_hooks_on_saved_tensors(name: str, case: Case) -> None:
+WITHOUT_HOOKS: dict[str, Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], object]] = {
+    "grad": lambda loss, x: torch.func.grad(loss)(x),
+    "vjp": torch.func.vjp,
+    "jacrev": lambda loss, x: torch.func.jacrev(loss)(x),
+    "hessian": lambda loss, x: torch.func.hessian(loss)(x),
+    "per sample": lambda loss, x: torch.vmap(torch.func.grad(loss))(x),
+    "disabled": disabled,
+}
+
+
+@pytest.mark.parametrize("transform", WITHOUT_HOOKS.values(), ids=list(WITHOUT_HOOKS))
+def test_without_hooks_on_saved_tensors(transform: Callable[..., object], case: Case) -> None:
     """The error says what to do, and the context is as if it had not been entered."""
     message = (
         "layer 0 must run where hooks on saved tensors are allowed if it is offloaded, but PyTorch says: .*"
@@ -158,7 +145,7 @@ def test_without_hooks_on_saved_tensors(name: str, case: Case) -> None:
     )
     for _ in range(2):
         with pytest.raises(RuntimeError, match=message):
-            transform_of(name)(case.model, case.x)
+            transform(lambda x: case.model(x).square().sum(), case.x)
         case.assert_unharmed()
 
 
@@ -178,24 +165,16 @@ def test_without_hooks_in_the_midst_of_a_round(device: torch.device) -> None:
     assert context.microbatch == 0
 
 
-def jvp(model: Model, x: torch.Tensor) -> list[torch.Tensor]:
-    return list(torch.func.jvp(model, (x,), (torch.ones_like(x),)))
+TRANSFORMS: dict[str, Callable[[Model, torch.Tensor], tuple[torch.Tensor, ...]]] = {
+    "jvp": lambda model, x: torch.func.jvp(model, (x,), (torch.ones_like(x),)),
+    "jacfwd": lambda model, x: (torch.func.jacfwd(model)(x),),
+    "functionalize": lambda model, x: torch.autograd.grad(torch.func.functionalize(model)(x).sum(), model.parameters()),
+    "vmap": lambda model, x: torch.autograd.grad(torch.vmap(model)(x).sum(), model.parameters()),
+}
 
 
-def jacfwd(model: Model, x: torch.Tensor) -> list[torch.Tensor]:
-    return [torch.func.jacfwd(model)(x)]
-
-
-def functionalized(model: Model, x: torch.Tensor) -> list[torch.Tensor]:
-    return list(torch.autograd.grad(torch.func.functionalize(model)(x).sum(), list(model.parameters())))
-
-
-def vectorized(model: Model, x: torch.Tensor) -> list[torch.Tensor]:
-    return list(torch.autograd.grad(torch.vmap(model)(x).sum(), list(model.parameters())))
-
-
-@pytest.mark.parametrize("run", [jvp, jacfwd, functionalized, vectorized])
-def test_transforms(run: Callable[[Model, torch.Tensor], list[torch.Tensor]], case: Case) -> None:
+@pytest.mark.parametrize("run", TRANSFORMS.values(), ids=list(TRANSFORMS))
+def test_transforms(run: Callable[[Model, torch.Tensor], tuple[torch.Tensor, ...]], case: Case) -> None:
     expected, found = run(case.plain, case.x), run(case.model, case.x)
     assert_same([tensor.detach() for tensor in expected], [tensor.detach() for tensor in found])
     case.assert_unharmed()

@@ -16,6 +16,7 @@ from lab import Lab
 from models import (
     NOTHING,
     WIDTH,
+    Composed,
     DecoderBlock,
     Offloading,
     assert_same,
@@ -25,6 +26,7 @@ from models import (
     loss_of,
     offloading,
     step_gradients,
+    through,
 )
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
@@ -263,38 +265,27 @@ class Hidden:
     extra: dict[str, Any]
 
 
-class ReturnsNested(nn.Module):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.block = DecoderBlock()
-        self.kind = kind
-
-    def forward(self, value: Any) -> Any:
-        x = value if isinstance(value, torch.Tensor) else self.open(value)
-        y = self.block(x)
-        if self.kind == "tuple":
-            return (None, [(y,), 1.0])
-        if self.kind == "dict":
-            return {"hidden": {"y": y}, "mask": y > 0}
-        return Hidden(states=[y], extra={"y": 2 * y, "none": None})
-
-    def open(self, value: Any) -> torch.Tensor:
-        if self.kind == "tuple":
-            return value[1][0][0]
-        if self.kind == "dict":
-            return value["hidden"]["y"]
-        return value.states[0] + value.extra["y"]
+NESTED: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
+    "tuple": (lambda y: (None, [(y,), 1.0]), lambda given: given[1][0][0]),
+    "dict": (lambda y: {"hidden": {"y": y}, "mask": y > 0}, lambda given: given["hidden"]["y"]),
+    "dataclass": (
+        lambda y: Hidden(states=[y], extra={"y": 2 * y, "none": None}),
+        lambda given: given.states[0] + given.extra["y"],
+    ),
+}
+"""What wraps a layer's output, and what takes it out again."""
 
 
-@pytest.mark.parametrize("kind", ["tuple", "dict", "dataclass"])
-def test_nested_outputs_of_offloaded_layers(kind: str, device: torch.device) -> None:
-    layers, x = build(lambda: ReturnsNested(kind), LAYERS, device)
+@pytest.mark.parametrize(("wrap", "take"), NESTED.values(), ids=list(NESTED))
+def test_nested_outputs_of_offloaded_layers(
+    wrap: Callable[[torch.Tensor], Any], take: Callable[[Any], torch.Tensor], device: torch.device
+) -> None:
+    layers, x = build(
+        lambda: Composed(lambda own, given: wrap(own.block(take(given))), block=DecoderBlock()), LAYERS, device
+    )
 
     def step() -> None:
-        value: Any = x
-        for layer in layers:
-            value = layer(value)
-        loss_of(layers[0].open(value)).backward()
+        loss_of(take(through(layers, wrap(x)))).backward()
 
     leaves = leaves_of(layers, x)
     expected = gradients(leaves, step)

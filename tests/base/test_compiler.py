@@ -13,7 +13,6 @@ from torch import nn
 
 from offload import offload_layers, stream_weights
 from offload.base import layer_events
-from offload.base.torch_private import interpreted
 
 
 def in_fresh_process(program: str) -> str:
@@ -28,18 +27,6 @@ def test_compiler_leaves_the_package_to_the_interpreter() -> None:
         "import torch._dynamo; print(torch._dynamo.trace_rules.check_file(context.__file__).skipped)"
     )
     assert in_fresh_process(program) == "True"
-
-
-def test_interpreted_functions_pass_results_and_errors_on() -> None:
-    @interpreted
-    def half(number: int) -> float:
-        """Half of it."""
-        return 1 / number
-
-    assert half.__doc__ == "Half of it."
-    assert half(2) == 0.5
-    with pytest.raises(ZeroDivisionError):
-        half(0)
 
 
 Model = Any

@@ -267,16 +267,6 @@ def collect_and_allocate(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
-def test_give_in_a_finalizer_while_the_pool_is_busy() -> None:
-    pool = HostPool(collect_and_allocate)
-    for _ in range(3):
-        GivesWhenItDies(pool, 5 * KIB)
-    held = [pool.take(50 * KIB)]
-    gc.collect()
-    held.append(pool.take(1))
-    assert pool.used_bytes == 50 * KIB + 1
-
-
 @pytest.mark.timeout(30)
 def test_take_in_a_finalizer_while_the_pool_is_busy() -> None:
     """A program's finalizer may run its layers, which would wait for ever for the lock that its own thread holds."""
@@ -344,29 +334,6 @@ def test_two_threads_at_the_same_time(one: str, other: str, pool: HostPool) -> N
     assert all(a[0] != b[0] or a[2] <= b[1] for a, b in itertools.pairwise(covered)), "they overlap"
     assert sum(end - start for _, start, end in covered) == pool.pinned_bytes
     assert other != "reserve" or pool.pinned_bytes == 128 * KIB
-
-
-def test_many_threads(pool: HostPool) -> None:
-    start = threading.Barrier(4)
-
-    def work(mark: int) -> None:
-        start.wait()
-        held: list[HostBuffer] = []
-        for step in range(150):
-            buffer = pool.take(512 * (1 + (step * mark) % 7))
-            for piece in buffer.pieces:
-                piece.fill_(mark)
-            held.append(buffer)
-            if step % 3:
-                oldest = held.pop(0)
-                assert all(bool((piece == mark).all()) for piece in oldest.pieces)
-                pool.give(oldest, FakeEvent(reached=True))
-        for buffer in held:
-            pool.give(buffer, REACHED)
-
-    in_threads(*(partial(work, mark) for mark in range(1, 5)))
-    pool.trim()
-    assert pool.used_bytes == pool.pinned_bytes == 0
 
 
 def test_whole_buffers_have_one_piece_and_share_slabs(pool: HostPool, source: Source) -> None:

@@ -83,9 +83,9 @@ def test_memory_is_touched_to_its_end(
 
 
 def test_memory_is_unlocked_before_it_goes_and_only_then(driver: Driver) -> None:
-    view = page_locked(MIB, backend())[4096:]
+    view = page_locked(MIB, backend(3))[4096:]
     address = view.data_ptr() - 4096
-    assert driver.locked == {address: (MIB, 0)}
+    assert driver.locked == {address: (MIB, 3)}
     del view
     assert driver.locked == {}
     assert not mapped(address)
@@ -112,11 +112,6 @@ def test_memory_is_unlocked_if_an_interrupt_comes_when_it_is_locked(
     gc.collect()  # of the traceback
     assert len(driver.asked_at) == 1
     assert driver.locked == {}
-
-
-def test_memory_is_locked_for_the_backend_s_device(driver: Driver) -> None:
-    memory = page_locked(4096, backend(3))
-    assert driver.locked == {memory.data_ptr(): (4096, 3)}
 
 
 def test_more_than_the_system_has_left_is_refused_before_it_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:

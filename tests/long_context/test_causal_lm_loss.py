@@ -1,7 +1,6 @@
 """Hugging Face's models compute the same loss without logits, unedited."""
 
 import copy
-import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -136,21 +135,6 @@ def test_other_models_heads(name: str) -> None:
     expected = model(input_ids=tokens, labels=tokens).loss
     with use_chunked_loss(model, chunk_tokens=5):
         assert model(input_ids=tokens, labels=tokens).loss.item() == pytest.approx(expected.item(), rel=1e-6)
-
-
-def test_adapters_of_peft() -> None:
-    peft = pytest.importorskip("peft")
-    model, batch = model_and_batch()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # PEFT's own, from transformers
-        wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "up_proj"])).double()
-    expected = gradients(wrapped, wrapped(**batch).loss)
-    with use_chunked_loss(wrapped, chunk_tokens=5):
-        output = wrapped(**batch)
-        found = gradients(wrapped, output.loss)
-    assert output.logits is None
-    assert not [name for name in found if "lora" not in name]
-    near(found, expected)
 
 
 def test_models_that_do_more_with_logits_are_refused() -> None:

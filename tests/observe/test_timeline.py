@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.base.checks import format_bytes, format_s, parse_bytes
-from offload.observe.spans import LANES, Span
+from offload.observe.spans import Span
 from offload.observe.timeline import Timeline
 
 
@@ -49,18 +49,6 @@ class TestFigures:
         empty = Timeline(())
         assert (empty.duration_s, empty.stall_s, empty.overlap, empty.peak_bytes) == (0.0, 0.0, 1.0, 0)
         assert "step 0 s" in str(empty)
-
-    @given(st.lists(st.tuples(st.sampled_from(LANES), st.floats(0, 100), st.floats(0, 10)), max_size=8))
-    def test_overlap_is_a_fraction(self, spans):
-        timeline = Timeline(
-            tuple(
-                Span(lane, "forward" if lane == "compute" else "offload", start_s, start_s + length_s)
-                for lane, start_s, length_s in spans
-            )
-        )
-        assert 0.0 <= timeline.overlap <= 1.0 + 1e-9
-        for lane in LANES:
-            assert timeline.busy_s(lane) <= timeline.duration_s * (1 + 1e-9)
 
 
 def test_table(timeline):

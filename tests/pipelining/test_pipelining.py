@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleavedZeroBubble
 from torch.distributed.pipelining.schedules import _Action
 
-from offload import OffloadState, Schedule
+from offload import Schedule
 from offload.pipelining.order import read_actions, without_idle_inputs
 from offload.pipelining.plan import INSTANT_LINK, plan_pipeline
 from offload.pipelining.rank_step import StageProfile
@@ -291,39 +291,21 @@ def test_attached_again_with_the_profile():
 
 
 @pytest.mark.usefixtures("_group")
-def test_states_are_those_of_the_schedule():
-    schedule, stage = pipeline()
-    handle = attach(schedule, profile=GUESS, parts=1)
-    seen = {}
-
-    def note(point):
-        if handle._round is None:
-            return  # PyTorch infers shapes.
-        seen[point] = {layer: moving.state for layer, moving in handle._round.sets.items()}
-
-    forward = stage.submod.forward
-    stage.submod.forward = lambda x: (note(f"F{len(seen) % 4}"), forward(x))[1]
-    step(schedule, stage)
-    order = {repr(point): set(layers) for point, layers in handle.plan.schedule.resident()}
-    for point, states in seen.items():
-        on_device = {layer for layer, state in states.items() if state is not OffloadState.OFFLOADED}
-        assert on_device == order[point]
-    handle.remove()
-
-
-@pytest.mark.usefixtures("_group")
-def test_a_failing_forward_gives_up_the_step():
+@pytest.mark.parametrize("options", [{"profile": GUESS, "parts": 1}, {"policies": pipeline_worker.POLICIES}], ids=list)
+def test_a_failing_layer_gives_up_the_step(options):
     schedule, stage = pipeline()
     expected = step(schedule, stage)
-    handle = attach(schedule, profile=GUESS, parts=1)
-    forward, calls = stage.submod.forward, iter([False, False, True])
+    handle = attach(schedule, **options)
+    assert same(step(schedule, stage), expected)
+    layer, calls = stage.submod[1], iter([False, False, True])
+    forward = layer.forward
 
     def failing(x):
         if next(calls, False):
             raise ArithmeticError
         return forward(x)
 
-    stage.submod.forward = failing
+    layer.forward = failing
     with pytest.raises(RuntimeError, match="failed to run forward"):
         step(schedule, stage)
     stage.submod.zero_grad()

@@ -282,16 +282,6 @@ def test_from_weights_on_the_host_to_less_on_the_host(last: Recipe, lab: Lab, mo
 
 
 @pytest.mark.slow
-def test_from_streamed_weights_to_resident_ones(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PREPARE, "RECIPES", (RESIDENT, ON_HOST))
-    monkeypatch.setattr(PREPARE, "FIRST_SHARE", 0.0)
-    found, recipes = train(lab, 1 << 30)
-    assert_trained(train(lab, None)[0], found, lab)
-    assert recipes[0] == ON_HOST
-    assert recipes[-1] == RESIDENT
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [

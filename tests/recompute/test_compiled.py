@@ -170,44 +170,6 @@ def test_a_mode_that_lets_no_compiled_code_run(seen: str, lab: Lab) -> None:
         assert handle.regions(0) == {"compiled forward": "recompute"}
 
 
-def test_what_the_layer_is_called_with(lab: Lab) -> None:
-    layers, x = compiled(
-        lambda: Counts(lambda x, y, z, pair, mask=None: ((x + y) * z.sigmoid() + pair[0] * pair[1]).tanh() * mask),
-        compiled_wrapped,
-        lab,
-    )
-    mask = torch.rand(WIDTH, device=lab.device) > 0.5
-
-    def step() -> None:
-        y = x
-        for layer in layers:
-            y = layer(y, y, y[:, :1], (x, 2.0), mask=mask)
-        loss_of(y).backward()
-
-    lab.adverse()
-    for policies in POLICIES.values():
-        regions = assert_bits(partial(gradients, leaves_of(layers, x), step), layers, lab, policies, 1)
-        assert regions == {"compiled forward": policies["*"]}
-
-
-def test_autocast_and_random_numbers(lab: Lab) -> None:
-    layers, x = compiled("gpt", compiled_in_place, lab)
-
-    def step() -> None:
-        with torch.autocast(lab.device.type, torch.bfloat16):
-            y = through(layers, x)
-        loss_of(y).backward()  # outside of it, as in training
-
-    def state() -> torch.Tensor:
-        return torch.get_rng_state() if lab.device.type == "cpu" else torch.cuda.get_rng_state()
-
-    expected, after = gradients(leaves_of(layers, x), step), state()
-    with offloaded(layers, lab, POLICIES["recompute"]):
-        for _ in range(3):
-            assert_same(expected, gradients(leaves_of(layers, x), step))
-            assert torch.equal(after, state())
-
-
 def test_layers_that_must_not_run_twice_are_kept(lab: Lab, unplanned: set[str]) -> None:
     """Batch norm would count the batch twice; one that does something else each time has other bits."""
     unplanned |= {"is never recomputed", "comes out with other bits"}
@@ -242,15 +204,6 @@ def test_saving_something_else_the_second_time_is_an_error(lab: Lab) -> None:
         way[0] = True
         with pytest.raises(RuntimeError, match="cannot be recomputed: run again in backward"):
             loss_of(y).backward()
-
-
-def test_streamed_weights(lab: Lab) -> None:
-    layers, x = compiled("mlp", compiled_in_place, lab)
-    expected = [tensor.cpu() for tensor in step_gradients(layers, x)]
-    with offload.stream_weights(layers, lab.device), offloaded(layers, lab, POLICIES["recompute"]):
-        lab.adverse()
-        for _ in range(3):
-            assert_same(expected, [tensor.cpu() for tensor in step_gradients(layers, x)])
 
 
 def test_profiles_and_plans(lab: Lab) -> None:

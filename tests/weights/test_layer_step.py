@@ -14,6 +14,7 @@ from models import WIDTH, Composed, Stop, assert_same, loss_of
 from streaming import forward
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from training import Make, Training
 
 from offload import StreamedOptimizer, StreamedWeights, offload_layers, stream_optimizer, stream_weights
 
@@ -22,8 +23,6 @@ STEPS = 6
 TIMES = 60
 CHUNK = "8KiB"
 """A layer has several, and a weight is split."""
-
-Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 OPTIMIZERS: dict[str, Make] = {
     "AdamW": functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
@@ -48,7 +47,7 @@ def gated() -> nn.Module:
     )
 
 
-class Loop:
+class Loop(Training):
     """Layers between two modules outside of them, all in one optimizer; resident, or all streamed."""
 
     def __init__(
@@ -75,6 +74,7 @@ class Loop:
             self.streamed = stream_weights(self.layers, device, **(weights or {}))
         else:
             self.layers.to(device)
+        self.model = nn.ModuleList([self.embed, self.layers, self.head])
         self.optimizer = make(self.parameters)
         if streamed:
             options = {"in_backward": True, "consume_gradients": True, "chunk_bytes": CHUNK} | options
@@ -85,28 +85,7 @@ class Loop:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        return list(self.modules.parameters())
-
-    @property
-    def values(self) -> list[torch.Tensor]:
-        """Parameters and state, on the CPU."""
-        found = [parameter.detach().cpu().clone() for parameter in self.parameters]
-        for _, entry in sorted(self.optimizer.state_dict()["state"].items()):
-            found += [torch.as_tensor(value).cpu().clone() for _, value in sorted(entry.items()) if value is not None]
-        return found
-
-    @property
-    def modules(self) -> nn.ModuleList:
-        return nn.ModuleList([self.embed, self.layers, self.head])
-
-    @property
-    def checkpoint(self) -> Any:
-        return copy.deepcopy((self.modules.state_dict(), self.optimizer.state_dict()))
-
-    def load(self, checkpoint: Any) -> None:
-        self.modules.load_state_dict(checkpoint[0])
-        self.optimizer.load_state_dict(checkpoint[1])
-        self.optimizer.zero_grad()
+        return list(self.model.parameters())
 
     def steps(self, numbers: Iterable[int]) -> None:
         for number in numbers:
@@ -488,7 +467,7 @@ def test_a_failed_backward_waits_for_the_copies_of_its_steps(
     loop.load(saved)
     lab.slow()
     lab.drain()
-    assert_same(saved[0].values(), loop.modules.state_dict().values())
+    assert_same(saved[0].values(), loop.model.state_dict().values())
 
 
 @pytest.mark.parametrize("good", [0, 6, 15])
