@@ -96,25 +96,9 @@ def test_a_layer_that_is_never_recomputed_is_learned_with_one_size(lab: Lab, unp
     assert layers[1].modes == [1, 0, 0, 0]
 
 
-def _scores(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return (x @ x.transpose(1, 2)).mul(0.1).softmax(-1).sin() @ (x @ w).tanh()
-
-
-def _flat(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return (x.flatten(0, 1) @ w).sin().mul(2).tanh().view_as(x)
-
-
 def _pooled(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     pooled = F.max_pool1d((x @ w).sin().transpose(1, 2), 4, ceil_mode=True)
     return F.interpolate(pooled.mul(2).tanh(), size=x.shape[1]).transpose(1, 2).contiguous() + x
-
-
-def _in_parts(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return torch.cat([(part @ w).sin().mul(2).tanh() for part in x.split(8, 1)], 1)
-
-
-def _long_differs(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return (x @ w).sin().mul(2).tanh() if x.shape[1] > 20 else (x @ w).tanh().mul(2).sin()
 
 
 def _square(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -233,25 +217,27 @@ def test_one_size_is_learned_of_what_depends_on_data(policies: dict[str, str], l
         assert MODES[:LAYERS] == [0] * LAYERS
 
 
-@pytest.mark.parametrize(
-    ("function", "policies"),
-    [
-        (_experts, ALL),
-        (_experts, PRODUCTS),
-        (_experts, SOME),
-        (_scores, PRODUCTS),
-        (_scores, SOME),
-        (_flat, PRODUCTS),
-        (_pooled, PRODUCTS),
-        (_in_parts, SOME),
-        (_long_differs, PRODUCTS),
-        (_square, SOME),
-        (_odd_differs, PRODUCTS),
-    ],
-)
+FUNCTIONS: dict[str, tuple[Callable[..., torch.Tensor], dict[str, str]]] = {
+    "experts": (_experts, ALL),
+    "experts, products kept": (_experts, PRODUCTS),
+    "experts, some offloaded": (_experts, SOME),
+    "scores": (lambda x, w: (x @ x.transpose(1, 2)).mul(0.1).softmax(-1).sin() @ (x @ w).tanh(), SOME),
+    "flat": (lambda x, w: (x.flatten(0, 1) @ w).sin().mul(2).tanh().view_as(x), PRODUCTS),
+    "pooled": (_pooled, PRODUCTS),
+    "in parts": (lambda x, w: torch.cat([(part @ w).sin().mul(2).tanh() for part in x.split(8, 1)], 1), SOME),
+    "other order if long": (
+        lambda x, w: (x @ w).sin().mul(2).tanh() if x.shape[1] > 20 else (x @ w).tanh().mul(2).sin(),
+        PRODUCTS,
+    ),
+    "square": (_square, SOME),
+    "other layouts if odd": (_odd_differs, PRODUCTS),
+}
+
+
+@pytest.mark.parametrize(("function", "policies"), FUNCTIONS.values(), ids=list(FUNCTIONS))
 @pytest.mark.filterwarnings("ignore:policies has patterns that match no region")
 def test_gradients_are_the_same_bits_at_any_size(
-    function: Callable[..., Any], policies: dict[str, str], lab: Lab
+    function: Callable[..., torch.Tensor], policies: dict[str, str], lab: Lab
 ) -> None:
     layers, _ = build(lambda: Function(function), LAYERS, lab.device)
     draw = random.Random(0)
