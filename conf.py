@@ -149,7 +149,7 @@ copybutton_prompt_is_regexp = True
 def _add_planner(app: Any, page: str, _template: str, _context: object, _doctree: object) -> None:
     """Its scripts and style, on this page alone."""
     if page == "docs/will_it_fit":
-        from planner_rows import planner_rows
+        from budget_results import planner_rows
 
         app.add_css_file("planner.css")
         app.add_js_file(None, body=f"globalThis.offloadMeasured = {json.dumps(planner_rows())};")

@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from planner_rows import planner_rows
+from budget_results import planner_rows
 from strategies import default
 from ways import choose, ways_to_train
 

@@ -8,7 +8,6 @@ import pytest
 pytest.importorskip("matplotlib")
 
 import drawing
-import page_text
 import recipe_results
 
 import results
@@ -16,7 +15,7 @@ from benchmarks.recipe import MOST_PINNED
 
 DRAWINGS = drawing.at_both_widths(results.PICTURES)
 NIGHTLY = pytest.mark.nightly
-SCHEDULE = page_text.ROOT / "docs/_static/figures/schedule_2_of_5.svg"
+SCHEDULE = results.ROOT / "docs/_static/figures/schedule_2_of_5.svg"
 LINKS = SCHEDULE.with_stem("links")
 
 
@@ -29,8 +28,8 @@ def test_committed_blocks_are_up_to_date():
 @pytest.mark.parametrize(
     "path",
     [
-        # The narrow ones are drawn from the same values; the ways to train are dozens of plans.
-        pytest.param(path, id=path.stem, marks=NIGHTLY if path not in results.PICTURES or path.stem == "ways" else ())
+        # The narrow ones are drawn from the same values.
+        pytest.param(path, id=path.stem, marks=NIGHTLY if path not in results.PICTURES else ())
         for path in DRAWINGS
     ],
 )

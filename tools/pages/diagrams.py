@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from drawing import NARROW_INCHES, WIDE_INCHES, Maker
@@ -82,44 +81,5 @@ def _centered(ax: Axes, x: float, y: float, text: str, color: str, size: float, 
     ax.text(x, y, text, color=color, fontsize=size, weight=weight, ha="center", va="center_baseline")
 
 
-def ranks_figure(*, narrow: bool) -> Figure:
-    """Two ranks of one host: what a trainer or wrapper does, and what the hooks on the layers do."""
-    figure = new_figure((NARROW_INCHES, 4.9) if narrow else (WIDE_INCHES, 4.3))
-    ax = figure.subplots()
-    ax.set_axis_off()
-    width, gap, letters = (1.9, 0.95, 18) if narrow else (3.6, 1.8, 40)
-    boxes = (
-        (2.7, 0.9, "forward", "trainer, DDP, FSDP2, PEFT", "batches, gradients, checkpoints"),
-        (1.35, 0.9, "forward", "the model's layers", "hooks offload and reload activations"),
-        (0.0, 0.9, "offload", "host memory", "pinned, up to max_host_bytes of this rank"),
-    )
-    style = {"color": INK, "linewidth": 1.2, "shrinkA": 2, "shrinkB": 2}
-    for rank in range(2):
-        x = rank * (width + gap)
-        ax.text(x, 3.75, f"GPU {rank}", color=INK, fontsize=9, weight="bold", va="center_baseline")
-        for y, height, color, name, text in boxes:
-            shape = "round,pad=0,rounding_size=0.08"
-            edge = COLORS["forward"] if color == "forward" else COLORS["offload"]
-            ax.add_patch(FancyBboxPatch((x, y), width, height, shape, facecolor="none", edgecolor=edge, linewidth=1.4))
-            _centered(ax, x + width / 2, y + 0.7 * height, fill(name, letters), INK, 8.5 if narrow else 9.5, "bold")
-            place: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
-            ax.text(x + width / 2, y + 0.28 * height, fill(text, letters + 3), color=INK, **place)
-        for left, ends, label in ((0.35, (1.35, 0.9), "offload in forward"), (0.65, (0.9, 1.35), "reload in backward")):
-            at = x + left * width
-            ax.annotate("", xy=(at, ends[1]), xytext=(at, ends[0]), arrowprops={**style, "arrowstyle": "-|>"})
-            if not narrow:
-                side = {"ha": "right", "x": at - 0.08} if left < 0.5 else {"ha": "left", "x": at + 0.08}
-                ax.text(y=1.125, s=label, color=INK, fontsize=8, va="center", **side)
-        ax.plot((x + width / 2,) * 2, (2.25, 2.7), color=INK, linewidth=1.2)
-    ends = (width + gap, 3.15), (width, 3.15)
-    ax.annotate("", xy=ends[0], xytext=ends[1], arrowprops={**style, "arrowstyle": "<|-|>"})
-    ax.text(width + gap / 2, 3.22, "gradients", color=INK, fontsize=8, ha="center", va="bottom")
-    ax.plot((0.0, 2 * width + gap), (-0.2, -0.2), color=INK, linewidth=1.0, linestyle=(0.0, (4.0, 3.0)))
-    ax.text(0.0, -0.38, "one host: its memory is shared by the ranks", color=INK, fontsize=9, va="center_baseline")
-    ax.set_xlim(-0.1, 2 * width + gap + 0.1)
-    ax.set_ylim(-0.5, 3.95)
-    return figure
-
-
-DIAGRAMS: dict[str, Maker] = {"states": states_figure, "ranks": ranks_figure}
+DIAGRAMS: dict[str, Maker] = {"states": states_figure}
 """Name of a figure → what draws it."""

@@ -8,8 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from blocks import BLOCKS, PICTURES, ROOT, Row, image, read, table
 from drawing import plotted
-from page_text import BLOCKS, PICTURES, ROOT, Row, day_of, gib, image, machine, ms, read, table
+from page_text import day_of, gib, machine, ms
 
 from offload.base.checks import format_bytes
 from offload.observe.spans import LANES, Span

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
+from blocks import PICTURES
 from diagrams import DIAGRAMS
 from drawing import NARROW_INCHES, WIDE_INCHES, Maker, plotted, put_key, put_title
-from page_text import GIB, PICTURES
+from page_text import GIB
 
-from offload.activations.context import DEFAULT_MIN_BYTES
-from offload.command_line.count import count_model, read_config
-from offload.command_line.plan import H200, RATES, USABLE, recipes_for
 from offload.observe.plot import COLORS, INK, new_figure, style_axes
 from offload.observe.timeline import Timeline
 from offload.planning.profile import LayerProfile, Link, Profile
@@ -171,55 +169,6 @@ def _arrow(ax: Axes, source: tuple[float, float], target: tuple[float, float], n
     )
 
 
-# The recipes that a command compares, in their order, and a model for them: Llama-3.1-8B's sizes.
-WAYS = {
-    "all on the device": INK,
-    "optimizer state streamed": COLORS["offload"],
-    "optimizer state streamed, step in backward": COLORS["forward"],
-    "weights and state streamed, step in backward": COLORS["backward"],
-    "weights, gradients and state streamed": COLORS["recompute"],
-    "weights, gradients and state on the host, stepped there": COLORS["reload"],
-}
-SIZES = ("intermediate_size=14336", "num_key_value_heads=8", "vocab_size=128256")
-MEMORIES_GIB = (*range(16, 48, 2), *range(48, 96, 4), 96, 104, 112, 120, 128, 132, 136, 141, 180)
-
-
-@cache
-def ways_steps() -> dict[str, dict[int, float]]:
-    """Recipe → device memory on which it fits, in GiB → seconds: what ``python -m offload plan`` answers."""
-    steps: dict[str, dict[int, float]] = {name: {} for name in WAYS}
-    model = count_model(read_config("llama", SIZES), 1, 8192, RATES, DEFAULT_MIN_BYTES)
-    for memory in MEMORIES_GIB:
-        made = recipes_for(model, int(USABLE * memory * GIB), H200, None)
-        for found, one in zip(steps.values(), made.recipes, strict=True):
-            if one.plan is not None:
-                found[memory] = one.step_s
-    return steps
-
-
-def ways_figure(*, narrow: bool) -> Figure:
-    """A bar for each recipe, from the smallest device that it fits on, and its step there."""
-    figure = new_figure((NARROW_INCHES if narrow else WIDE_INCHES, 4.6))
-    ax = figure.subplots()
-    style_axes(ax)
-    ax.spines["left"].set_visible(False)
-    ax.set_yticks(())
-    for row, (name, steps) in enumerate(reversed(ways_steps().items())):
-        least, shortest_s = min(steps), min(steps.values())
-        ax.barh(row, 190 - least, left=least, height=0.34, color=WAYS[name], linewidth=0)
-        text = f"from {least} GiB {steps[least]:.2f} s"
-        near = min(memory for memory, step_s in steps.items() if step_s <= 1.01 * shortest_s)
-        text += f", from {near} GiB {shortest_s:.2f} s" if near > least else ""
-        look: dict[str, Any] = {"color": INK, "fontsize": 8.5, "va": "center_baseline"}
-        ax.text(0, row + 0.38, f"{name}: {text}", **look).set_in_layout(False)
-    ax.set_xlim(0, 190)
-    ax.set_ylim(-0.3, len(WAYS) - 0.35)
-    ax.set_xticks((0, 24, 48, 80, 141, 180) if narrow else (0, 16, 24, 32, 48, 64, 80, 96, 128, 141, 180))
-    ax.set_xlabel("device memory, GiB", color=INK, fontsize=9)
-    put_title(figure, "Llama-3.1-8B's sizes, 8,192 tokens, AdamW: planned at an H200's speed", narrow=narrow)
-    return figure
-
-
 FIGURES: dict[str, Maker] = {
     "schedule_2_of_5": partial(schedule_figure, 2, 5, "2 of 5 layers offloaded: the copies hide behind compute"),
     "schedule_3_of_5": partial(schedule_figure, 3, 5, "3 of 5 layers offloaded: compute waits for releases"),
@@ -236,7 +185,6 @@ FIGURES: dict[str, Maker] = {
     ),
     "declared": declared_figure,
     "streams": streams_figure,
-    "ways": ways_figure,
     **DIAGRAMS,
 }
 

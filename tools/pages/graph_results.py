@@ -2,38 +2,36 @@
 
 from pathlib import Path
 
-from page_text import Row, day_of, gib, machine, markdown_table, ms, read, table
+from blocks import Columns, cells, markdown_table, read, row_of, table
+from page_text import day_of, gib, machine, ms
 
 from offload.base.checks import format_bytes
+
+COLUMNS: Columns = {
+    "model": ("workload", ""),
+    "layers offloaded": ("k", ""),
+    "mode": ("mode", ""),
+    "step, ms": ("step_s", lambda step_s: ms(step_s, 2)),
+    "activation peak, GiB": ("peak_bytes", gib),
+}
 
 
 @table("graphs")
 def graphs_table(_page: Path) -> str:
     """Step and peak of both models, eager and as a graph, kept and offloaded, and what follows from them."""
     record = read("graphs")
-    shown = [
-        {
-            "model": row["workload"],
-            "layers offloaded": row["k"],
-            "mode": row["mode"],
-            "step, ms": ms(row["step_s"], 2),
-            "activation peak, GiB": gib(row["peak_bytes"]),
-        }
-        for row in record["rows"]
-    ]
-    by_way = {(row["workload"], row["mode"], bool(row["k"])): row for row in record["rows"]}
-    (eager, eager_off), (graph, graph_off) = (
-        [by_way["decoder", mode, offloads] for offloads in (False, True)] for mode in ("eager", "graph")
+    kept, offloaded = (
+        [row_of(record["rows"], workload="decoder", mode=mode, k=k) for mode in ("eager", "graph")] for k in (0, 5)
     )
-    eager_step, graph_step = (by_way["launch-bound", mode, True]["step_s"] for mode in ("eager", "graph"))
-    said = (
-        f"On the decoder, the graph with offloading takes {graph_off['step_s'] / graph['step_s']:.3f} times as long as "
-        f"the graph without, and saves {_saved(graph, graph_off)}; eager mode saves {_saved(eager, eager_off)}. On the "
-        f"launch-bound model, the graph with offloading is {eager_step / graph_step:.1f} times as fast as the eager "
-        "step with offloading."
+    eager, graph = (
+        format_bytes(one["peak_bytes"] - other["peak_bytes"]) for one, other in zip(kept, offloaded, strict=True)
     )
-    return f"{machine(record, record['link'], day_of(record))}\n\n{markdown_table(shown, left=1)}\n\n{said}\n"
-
-
-def _saved(kept: Row, offloaded: Row) -> str:
-    return format_bytes(kept["peak_bytes"] - offloaded["peak_bytes"])
+    eager_s, graph_s = (
+        row_of(record["rows"], workload="launch-bound", mode=mode, k=1)["step_s"] for mode in ("eager", "graph")
+    )
+    return (
+        f"{machine(record, record['link'], day_of(record))}\n\n{markdown_table(cells(record['rows'], COLUMNS), left=1)}"
+        f"\n\nOn the decoder, the graph with offloading takes {offloaded[1]['step_s'] / kept[1]['step_s']:.3f} times "
+        f"as long as the graph without, and saves {graph}; eager mode saves {eager}. On the launch-bound model, the "
+        f"graph with offloading is {eager_s / graph_s:.1f} times as fast as the eager step with offloading.\n"
+    )

@@ -1,10 +1,11 @@
-"""Budgets on models that no plan was tuned for, for the pages: from ``results/never_slower.json``."""
+"""Budgets on other models, for the pages: from ``results/never_slower.json`` and ``varying_lengths.json``."""
 
 import math
 from itertools import groupby
 from pathlib import Path
 
-from page_text import Row, gib, markdown_table, measured_on, ms, read, table, torch_of, with_runs
+from blocks import Columns, Row, cells, markdown_table, read, table, where, with_runs
+from page_text import gib, gib1, more, ms
 
 from benchmarks.never_slower import COMPILED_SHARES, SHARES, beside
 
@@ -18,8 +19,6 @@ NAMES = {
     "diffusion": "DiT-XL, 28 blocks",
     "convolution": "ConvNeXt-L",
 }
-
-
 BUDGETS = sorted({*SHARES, *COMPILED_SHARES}, reverse=True)
 """Budgets as parts of the peak with nothing offloaded."""
 CHECKPOINTING = "as checkpointing"
@@ -28,19 +27,22 @@ CHECKPOINTING = "as checkpointing"
 
 def compared() -> list[Row]:
     """Every budget beside the fastest other way in the same memory, model by model."""
-    record = read("never_slower")
-    rows: list[Row] = record["rows"]
+    rows: list[Row] = read("never_slower")["rows"]
     found = []
     for model, group in groupby(rows, key=lambda row: row["model"]):
         of_model = [one for one in group if "error" not in one]
         for row in (one for one in of_model if one["what"].endswith("budget")):
             compiled = row["what"].removesuffix("budget")
             other = beside(row, rows)
+            nothing = next(one for one in of_model if one["what"] == f"{compiled}nothing")
+            share = row["budget_bytes"] / nothing["peak_bytes"]
+            near = min(BUDGETS, key=lambda named: abs(named - share))  # called at once
             found.append(
                 {
                     "row": row,
                     "name": NAMES.get(model, model) + (", compiled" if compiled else ""),
-                    "nothing": next(one for one in of_model if one["what"] == f"{compiled}nothing"),
+                    "nothing": nothing,
+                    "budget": f"{near:.0%}" if abs(near - share) < 0.005 else CHECKPOINTING,
                     "other": other,
                     "ratio": math.nan if other is None else row["step_s"] / other["step_s"],
                 }
@@ -48,86 +50,57 @@ def compared() -> list[Row]:
     return found
 
 
-def _budget_of(one: Row) -> str:
-    """The column of a row: its budget as a part of the peak with nothing offloaded."""
-    share = one["row"]["budget_bytes"] / one["nothing"]["peak_bytes"]
-    near = min(BUDGETS, key=lambda named: abs(named - share))
-    return f"{near:.0%}" if abs(near - share) < 0.005 else CHECKPOINTING
-
-
 @table("never_slower")
 def never_slower_table(_page: Path) -> str:
     """A row for each model, and a column for each budget."""
-    record = read("never_slower")
+    record, found = read("never_slower"), compared()
     rows: list[Row] = record["rows"]
-    found = compared()
-    ratios = [one["ratio"] for one in found]
-    used = set(map(_budget_of, found))
+    used = {one["budget"] for one in found}
     columns = [column for column in (*(f"{share:.0%}" for share in BUDGETS), CHECKPOINTING) if column in used]
     shown = []
     for name, group in groupby(found, key=lambda one: one["name"]):
         of_model = list(group)
-        within = {_budget_of(one): one["ratio"] for one in of_model}
-        assert len(within) == len(of_model), within
+        ratios = {one["budget"]: f"{one['ratio']:.2f}" for one in of_model}
+        assert len(ratios) == len(of_model), ratios
         nothing = of_model[0]["nothing"]
-        told = {column: f"{within[column]:.2f}" if column in within else "" for column in columns}
-        kept = f"{ms(nothing['step_s'])} ms, {gib(nothing['peak_bytes'], 1)} GiB"
-        shown.append({"model": name, **told, "nothing offloaded": kept})
-    said = (
-        f"{record['hardware']['gpu']}, {torch_of(record)}, {measured_on(rows, record)}. Of {len(ratios)} "
-        f"budgets, {sum(ratio <= 1.02 for ratio in ratios)} are at most 2% slower than the fastest other way, "
-        f"and {sum(ratio <= 0.97 for ratio in ratios)} are at least 3% faster. The slowest takes "
-        f"{max(ratio for ratio in ratios if not math.isnan(ratio)):.2f} times as long."
-    )
-    budgets = [one["row"] for one in found]
-    over = [excess for row in budgets if (excess := row["peak_bytes"] / row["budget_bytes"] - 1) > 0]
-    if over:
-        said += f" {len(over)} of the peaks are above the budget, by at most {max(over):.1%}."
-    said += _predictions(budgets)
-    bits = [row for row in rows if row.get("bit_identical") is not None]
-    if all(row["bit_identical"] for row in bits):
-        said += " Gradients are bit-identical."
-    elif all(row["bit_identical"] for row in bits if not row["what"].startswith("compiled")):
-        said += " Gradients are bit-identical where layers are not compiled."
+        kept = f"{ms(nothing['step_s'])} ms, {gib1(nothing['peak_bytes'])} GiB"
+        cells_of = {column: ratios.get(column, "") for column in columns}
+        shown.append({"model": name, **cells_of, "nothing offloaded": kept})
     meanwhile = f" Meanwhile {record['meanwhile']}." if "meanwhile" in record else ""
+    said = where(record, rows, by_row=False) + _counts(found) + _bits(rows)
     return f"{said}\n\n{markdown_table(shown, left=1)}\n\n{_unsteady(rows)}{meanwhile}\n"
 
 
-def _predictions(budgets: list[Row]) -> str:
-    """How near plans are, before any step was timed under them and after, where the record has both."""
+def _counts(found: list[Row]) -> str:
+    """How many budgets are as fast as the others, how many are kept, and how near their plans are."""
+    ratios = [one["ratio"] for one in found]
+    said = (
+        f" Of {len(ratios)} budgets, {sum(ratio <= 1.02 for ratio in ratios)} are at most 2% slower than the fastest "
+        f"other way, and {sum(ratio <= 0.97 for ratio in ratios)} are at least 3% faster. The slowest takes "
+        f"{max(ratio for ratio in ratios if not math.isnan(ratio)):.2f} times as long."
+    )
+    budgets = [one["row"] for one in found]
+    if over := [excess for row in budgets if (excess := row["peak_bytes"] / row["budget_bytes"] - 1) > 0]:
+        said += f" {len(over)} of the peaks are above the budget, by at most {max(over):.1%}."
     both = [row for row in budgets if "first_predicted_s" in row and "predicted_s" in row]
     if not both:
-        return ""
+        return said
 
     def near(name: str, measured: str, within: float) -> int:
         return sum(abs(row[name] / row[measured] - 1) <= within for row in both)
 
-    return (
+    return said + (
         f" Of {len(both)} plans, {near('predicted_s', 'step_s', 0.05)} tell the step to 5% "
         f"({near('first_predicted_s', 'step_s', 0.05)} before it was timed), and "
         f"{near('predicted_peak_bytes', 'peak_bytes', 0.02)} the peak to 2%."
     )
 
 
-@table("never_slower_rows")
-def every_budget(_page: Path) -> str:
-    """A row for each budget, with what it is compared with."""
-    record, found = read("never_slower"), compared()
-    shown = [
-        {
-            "model": one["name"],
-            "ratio": "-" if one["other"] is None else f"{one['ratio']:.2f}",
-            "step, ms": ms(one["row"]["step_s"]),
-            "fastest other way": "-"
-            if one["other"] is None
-            else f"{ms(one['other']['step_s'])} ms: {_named(one['other'])}",
-            "budget, GiB": gib(one["row"]["budget_bytes"]),
-            "peak, GiB": gib(one["row"]["peak_bytes"]),
-        }
-        for one in found
-    ]
-    shown = with_runs(shown, [one["row"] for one in found], record, among=record["rows"])
-    return f"{markdown_table(shown, left=1)}\n"
+def _bits(rows: list[Row]) -> str:
+    different = [row["what"] for row in rows if row.get("bit_identical") is False]
+    if not all(what.startswith("compiled") for what in different):
+        return ""
+    return f" Gradients are bit-identical{' where layers are not compiled' if different else ''}."
 
 
 def _unsteady(rows: list[Row]) -> str:
@@ -136,9 +109,57 @@ def _unsteady(rows: list[Row]) -> str:
     return f"Two times of the same row differ by up to {most:.0%} ({NAMES[name]})."
 
 
+@table("never_slower_rows")
+def every_budget(_page: Path) -> str:
+    """A row for each budget, with what it is compared with."""
+    record, found = read("never_slower"), compared()
+    columns: Columns = {
+        "model": ("name", ""),
+        "ratio": lambda one: "-" if one["other"] is None else f"{one['ratio']:.2f}",
+        "step, ms": ("row", lambda row: ms(row["step_s"])),
+        "fastest other way": lambda one: "-" if one["other"] is None else _named(one["other"]),
+        "budget, GiB": ("row", lambda row: gib(row["budget_bytes"])),
+        "peak, GiB": ("row", lambda row: gib(row["peak_bytes"])),
+    }
+    shown = with_runs(cells(found, columns), [one["row"] for one in found], record, among=record["rows"])
+    return f"{markdown_table(shown, left=1)}\n"
+
+
 def _named(row: Row) -> str:
     layers = f" of {row['layers']} layers" if row["what"].endswith("some") else ""
     verb = {"checkpoint some": "checkpointing", "checkpoint all": "checkpointing all", "offload some": "offloading"}
     what = row["what"].removeprefix("compiled ")
     compiled = "compiled, " if what != row["what"] else ""
-    return f"{compiled}{verb.get(what, what)}{layers}"
+    return f"{ms(row['step_s'])} ms: {compiled}{verb.get(what, what)}{layers}"
+
+
+WAYS = {
+    "plan by hand": "a plan for the longest batch, by hand",
+    "nothing": "nothing offloaded",
+    "gradient checkpointing": "checkpointing of every layer",
+}
+VARYING: Columns = {
+    "way": ("what", lambda what: WAYS.get(what, f"`{what}`")),
+    "against the plan by hand": ("ratio", more),
+    "peak, GiB": ("peak_bytes", gib),
+    "training, s": ("train_s", ",.0f"),
+    "steps over the budget": ("over_budget", lambda steps: str(len(steps))),
+    "measured steps": ("measuring", lambda steps: str(len(steps))),
+}
+
+
+@table("varying_lengths")
+def varying_lengths(_page: Path) -> str:
+    """What each way to train took, and how well a budget was kept."""
+    record = read("varying_lengths")
+    rows = [row for row in record["rows"] if "error" not in row]
+    excess = [one["bytes"] for row in rows for one in row["over_budget"] if row["what"] == "memory_budget"]
+    over = f" The largest excess over the budget is {max(excess) / record['budget_bytes']:.1%}." if excess else ""
+    same = " Losses are identical in all ways." if all(row["same_losses"] for row in rows) else ""
+    return (
+        "**Lengths that vary.** Hugging Face's Trainer trains a Llama of 1.5 billion parameters on 64 to 4,096 tokens "
+        "(log-normal, padded per batch), and evaluates in between. "
+        f"{where(record, rows, by_row=False)} {record['steps']:,} steps within {gib(record['budget_bytes'])} GiB, "
+        f"where the longest batch adds {gib(record['most_bytes'])} GiB.{over}{same}\n\n"
+        f"{markdown_table(cells(rows, VARYING), left=1, answer=('against the plan by hand', 'peak, GiB'))}\n"
+    )

@@ -6,7 +6,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from page_text import GB, markdown_table, read, table, torch_of
+from blocks import markdown_table, read, table
+from page_text import GB, torch_of
 
 from offload.command_line.plan import H200, RATES
 from offload.planning.plan import make_plan

@@ -1,9 +1,11 @@
-"""Whole trainings under one budget, for the pages: from ``results/recipe.json``."""
+"""Whole trainings under one budget, for the pages: from ``results/recipe.json`` and ``optimizer_state.json``."""
 
 from pathlib import Path
+from typing import Any
 
-from headline_results import LLAMA
-from page_text import Row, gib, markdown_table, measured_on, more, read, table, torch_of, with_runs
+from blocks import Columns, Row, cells, markdown_table, measured_on, read, table, where, with_runs
+from budget_results import LLAMA
+from page_text import gib, gib1, more, ms
 
 PINNED = "100GiB"
 OPTIONS = f'`max_host_bytes="{PINNED}", step_in_backward=True, state_dtype=torch.float32`'
@@ -64,7 +66,7 @@ def whole_trainings(_page: Path) -> str:
     record = read("recipe")
     rows = record["rows"]
     said = (
-        f"{record['hardware']['gpu']}, {torch_of(record)}, {measured_on(rows, record, by_row=True)}. "
+        f"{where(record, rows)} "
         f"{LLAMA} in bfloat16, AdamW with float32 moments, the loss in chunks, {OPTIONS}. "
         "Each row is a process that PyTorch limits to the budget. The rows without a budget have everything on the "
         "device, with Hugging Face's checkpointing."
@@ -72,7 +74,7 @@ def whole_trainings(_page: Path) -> str:
     parts = [said]
     for tokens in sorted({row["tokens"] for row in rows}):
         those = [row for row in rows if row["tokens"] == tokens]
-        shown = with_runs([cells_of(row, rows) for row in those], those, record, among=rows)
+        shown = with_runs(cells(those, columns_of(rows)), those, record, among=rows)
         parts.append(f"{tokens:,} tokens:\n\n{markdown_table(shown, left=1, answer=('longer by', 'peak, GiB'))}")
     if any("error" in row and "step_s" in row for row in rows):
         parts.append("The row without a peak is of a run that was cut: its seconds are from its log.")
@@ -99,34 +101,57 @@ def largest_of(row: Row, record: Row) -> str:
     )
 
 
-def cells_of(row: Row, rows: list[Row]) -> Row:
-    """A row as people read it: first what was asked, then what it came to."""
-    budget = f"{gib(row['budget_bytes'], 0)} GiB" if row["budget_bytes"] else "none"
-    if "error" in row:
-        empty = dict.fromkeys(("longer by", "peak, GiB", "host, GiB", "predicted: step, peak", "recipe"), "")
-        out_of_memory = "OutOfMemoryError" in row["error"] or "out of memory" in row["error"]
-        said = "out of memory" if out_of_memory else "failed"
-        if "step_s" in row:  # it was cut, and its log has whole steps
-            said, empty["longer by"] = f"{row['step_s']:.2f}", longer(row, rows)
-        return {"budget": budget, "step, s": said} | empty | {"recipe": recipe_of(row)}
-    predicted = ""
-    if "predicted_s" in row:
-        off = [row["predicted_s"] / row["step_s"], row["predicted_peak_bytes"] / max(1, row["peak_bytes"])]
-        predicted = ", ".join(map(more, off))
+def columns_of(rows: list[Row]) -> Columns:
+    """First what was asked, then what it came to."""
+
+    def step(row: Any) -> str:
+        if "step_s" in row:  # a run that was cut has whole steps in its log
+            return f"{row['step_s']:.2f}"
+        return "out of memory" if "OutOfMemoryError" in row["error"] or "out of memory" in row["error"] else "failed"
+
+    def predicted(row: Any) -> str:
+        if "error" in row or "predicted_s" not in row:
+            return ""
+        off = row["predicted_s"] / row["step_s"], row["predicted_peak_bytes"] / max(1, row["peak_bytes"])
+        return ", ".join(map(more, off))
+
+    def recipe(row: Any) -> str:
+        if "recipe" not in row:
+            return "" if "error" in row else "all on the device, checkpointed"
+        moved = [part for part in row["recipe"].split(", ") if not part.endswith("resident")]
+        return ", ".join(moved) or "all on the device"
+
     return {
-        "budget": budget,
-        "step, s": f"{row['step_s']:.2f}",
-        "longer by": longer(row, rows),
-        "peak, GiB": gib(row["peak_bytes"], 1),
-        "host, GiB": gib(row["pinned_bytes"] if row["budget_bytes"] else 0, 1),
+        "budget": lambda row: f"{gib(row['budget_bytes'], 0)} GiB" if row["budget_bytes"] else "none",
+        "step, s": step,
+        "longer by": lambda row: longer(row, rows) if "step_s" in row else "",
+        "peak, GiB": ("peak_bytes", gib1),
+        "host, GiB": lambda row: gib1(row["pinned_bytes"] * bool(row["budget_bytes"])) if "pinned_bytes" in row else "",
         "predicted: step, peak": predicted,
-        "recipe": recipe_of(row),
+        "recipe": recipe,
     }
 
 
-def recipe_of(row: Row) -> str:
-    """The parts of a row's recipe that are not on the device as they are."""
-    if "recipe" not in row:
-        return "" if "error" in row else "all on the device, checkpointed"
-    moved = [part for part in str(row["recipe"]).split(", ") if not part.endswith("resident")]
-    return ", ".join(moved) or "all on the device"
+OPTIMIZER: Columns = {
+    "optimizer state": ("what", ""),
+    "tokens": ("tokens", ","),
+    "step, ms": ("step_s", ms),
+    "against resident": ("to_resident", ".3f"),
+    "link alone, ms": ("link_s", lambda link_s: ms(link_s) if link_s else ""),
+    "peak, GiB": ("peak_bytes", gib1),
+    "pinned, GiB": ("pinned_bytes", gib1),
+}
+
+
+@table("optimizer_state")
+def optimizer_state(_page: Path) -> str:
+    """A step with the state on the device and on the host, by length."""
+    record = read("optimizer_state")
+    rows = [row for row in record["rows"] if "step_s" in row]
+    assert all(record["equal"].values())
+    shown = with_runs(cells(rows, OPTIMIZER), rows, record)
+    return (
+        f"{where(record, rows)} Llama-8B's shape in bfloat16, fused AdamW with float32 moments, checkpointed. "
+        "Parameters of a smaller model are bit-identical.\n\n"
+        f"{markdown_table(shown, left=2, answer=('against resident', 'peak, GiB'))}\n"
+    )

@@ -9,7 +9,7 @@ A page says where a block belongs with two comments; what is between them is rep
     <!-- /table -->
 
 The modules beside this one whose names end in ``_results`` know the records; ``figures`` and ``diagrams`` draw what
-follows from the library alone. ``page_text`` collects the blocks and drawings of all of them.
+follows from the library alone. ``blocks`` collects the blocks and drawings of all of them.
 """
 
 import argparse
@@ -19,8 +19,8 @@ import tempfile
 from importlib import import_module
 from pathlib import Path
 
+from blocks import BLOCKS, PICTURES, ROOT
 from drawing import at_both_widths, is_up_to_date, save
-from page_text import BLOCKS, PICTURES, ROOT
 
 PAGES = ("README.md", "index.md", "docs/**/*.md")
 BLOCK = re.compile(r"(<!-- (table|picture): (\w+) -->\n).*?(<!-- /\2 -->)", re.DOTALL)

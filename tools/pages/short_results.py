@@ -2,13 +2,12 @@
 
 from pathlib import Path
 
-from headline_results import LAYERS, LLAMA, plans_of, row_of
+from blocks import read, row_of, table
+from budget_results import LAYERS, LLAMA, plans_of
 from never_slower_results import compared
-from page_text import gib, more, percent, read, table
-from pipeline_records import measured, read_records
+from page_text import gib, more, percent
+from pipeline_results import measured, read_records
 from recipe_results import best_of
-
-from benchmarks.pipeline_report import HALF
 
 LONG_TOKENS = 262_144
 
@@ -23,7 +22,7 @@ def in_short(_page: Path) -> str:
 
 
 def _activations() -> str:
-    nothing, checkpoint, cheap, near = plans_of(read("budget"))
+    nothing, checkpoint, cheap, near = plans_of()
     before, after, same = (gib(row["peak_bytes"], 1) for row in (nothing, cheap, checkpoint))
     host = {gib(row["host_bytes"], 1) for row in (cheap, near)}
     return (
@@ -64,7 +63,7 @@ def _models() -> str:
 
 
 def _pipelines() -> str:
-    halves = [found.way for record in read_records() for found in measured(record, HALF)]
+    halves = [found.half for record in read_records() for found in measured(record)]
     longer = {row["width"]: [] for row in sorted(halves, key=lambda row: -int(row["width"]))}
     for row in halves:
         longer[row["width"]].append(row["slowdown"])
