@@ -10,28 +10,6 @@ from torch import nn
 from benchmarks.models import Model
 
 
-class Architecture(Model):
-    """A model, its layers, a batch, and a loss.
-
-    Args:
-        module: The model.
-        layers: What its forward calls in turn.
-        loss: Runs forward.
-    """
-
-    def __init__(self, module: nn.Module, layers: Any, loss: Callable[[], torch.Tensor]) -> None:
-        super().__init__(module)
-        self._layers = list(layers)
-        self._loss = loss
-
-    @property
-    def layers(self) -> list[nn.Module]:
-        return self._layers
-
-    def loss(self) -> torch.Tensor:
-        return self._loss()
-
-
 def _causal(kind: str, batch: int, tokens: int, *, words: int = 32000, dtype: torch.dtype, **config: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -41,7 +19,7 @@ def _causal(kind: str, batch: int, tokens: int, *, words: int = 32000, dtype: to
     return model, lambda: model(input_ids=ids, labels=ids).loss
 
 
-def _vit(small: bool, dtype: torch.dtype) -> Architecture:
+def _vit(small: bool, dtype: torch.dtype) -> Model:
     """ViT-H/14, 96 images."""
     from transformers import ViTConfig, ViTModel
 
@@ -52,17 +30,17 @@ def _vit(small: bool, dtype: torch.dtype) -> Architecture:
     model = model.to(dtype).train()
     images = torch.randn(2 if small else 96, 3, 224, 224, dtype=dtype)
     layers = model.layers if hasattr(model, "layers") else model.encoder.layer
-    return Architecture(model, layers, lambda: model(pixel_values=images).last_hidden_state.float().square().mean())
+    return Model(model, layers, lambda: model(pixel_values=images).last_hidden_state.float().square().mean())
 
 
-def _gpt2(small: bool, dtype: torch.dtype) -> Architecture:
+def _gpt2(small: bool, dtype: torch.dtype) -> Model:
     """GPT-2 XL's width, 24 layers, with dropout."""
     sizes = {"n_embd": 64, "n_layer": 4, "n_head": 4} if small else {"n_embd": 1600, "n_layer": 24, "n_head": 25}
     model, loss = _causal("gpt2", *((2, 32) if small else (12, 1024)), n_positions=1024, dtype=dtype, **sizes)
-    return Architecture(model, model.transformer.h, loss)
+    return Model(model, model.transformer.h, loss)
 
 
-def _t5(small: bool, dtype: torch.dtype) -> Architecture:
+def _t5(small: bool, dtype: torch.dtype) -> Model:
     """T5-large's encoder and decoder: eager attention with a bias, and dropout; its forward waits for the device."""
     from transformers import T5Config, T5ForConditionalGeneration
 
@@ -74,10 +52,10 @@ def _t5(small: bool, dtype: torch.dtype) -> Architecture:
     model = model.to(dtype).train()
     ids = torch.randint(1, 32000, (2, 32) if small else (8, 1024))
     labels = ids[:, :128].contiguous()
-    return Architecture(model, model.encoder.block, lambda: model(input_ids=ids, labels=labels).loss)
+    return Model(model, model.encoder.block, lambda: model(input_ids=ids, labels=labels).loss)
 
 
-def _phi3(small: bool, dtype: torch.dtype) -> Architecture:
+def _phi3(small: bool, dtype: torch.dtype) -> Model:
     """Phi-3's width, 20 layers, with dropout behind attention and MLP."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
     if not small:
@@ -85,10 +63,10 @@ def _phi3(small: bool, dtype: torch.dtype) -> Architecture:
     more = {"num_key_value_heads": sizes["num_attention_heads"], "pad_token_id": 0, "resid_pdrop": 0.1}
     tokens = 32 if small else 8192
     model, loss = _causal("phi3", 1, tokens, dtype=dtype, max_position_embeddings=8192, **sizes, **more)
-    return Architecture(model, model.model.layers, loss)
+    return Model(model, model.model.layers, loss)
 
 
-def _gemma2(small: bool, dtype: torch.dtype) -> Architecture:
+def _gemma2(small: bool, dtype: torch.dtype) -> Model:
     """Gemma-2 9B's width, 14 layers: soft caps, sliding windows."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
     heads = {"num_key_value_heads": 2, "head_dim": 16}
@@ -96,10 +74,10 @@ def _gemma2(small: bool, dtype: torch.dtype) -> Architecture:
         sizes = {"hidden_size": 3584, "intermediate_size": 14336, "num_hidden_layers": 14, "num_attention_heads": 16}
         heads = {"num_key_value_heads": 8, "head_dim": 256}
     model, loss = _causal("gemma2", 1, 32 if small else 8192, dtype=dtype, **sizes, **heads)
-    return Architecture(model, model.model.layers, loss)
+    return Model(model, model.model.layers, loss)
 
 
-def _moe(small: bool, dtype: torch.dtype) -> Architecture:
+def _moe(small: bool, dtype: torch.dtype) -> Model:
     """Qwen3-MoE, 8 layers of 32 experts, of which each token takes 4."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_experts": 4}
     wide = {"moe_intermediate_size": 32, "intermediate_size": 128, "head_dim": 16}
@@ -108,7 +86,7 @@ def _moe(small: bool, dtype: torch.dtype) -> Architecture:
         wide = {"moe_intermediate_size": 768, "intermediate_size": 6144, "head_dim": 128}
     tokens, more = 32 if small else 8192, {"num_key_value_heads": 4, "num_experts_per_tok": 4}
     model, loss = _causal("qwen3_moe", 1, tokens, dtype=dtype, **sizes, **wide, **more)
-    return Architecture(model, model.model.layers, loss)
+    return Model(model, model.model.layers, loss)
 
 
 class DiffusionBlock(nn.Module):
@@ -164,15 +142,15 @@ class DiffusionTransformer(nn.Module):
         return self.head(F.layer_norm(x, x.shape[-1:]))
 
 
-def _diffusion(small: bool, dtype: torch.dtype) -> Architecture:
+def _diffusion(small: bool, dtype: torch.dtype) -> Model:
     """DiT-XL/2, 28 blocks, 64 images of 256 tokens."""
     model = DiffusionTransformer(*((64, 4, 4) if small else (1152, 16, 28))).to(dtype).train()
     batch, tokens, hidden = (2, 16, 64) if small else (64, 256, 1152)
     patches, condition = torch.randn(batch, tokens, 16, dtype=dtype), torch.randn(batch, hidden, dtype=dtype)
-    return Architecture(model, model.blocks, lambda: model(patches, condition).float().square().mean())
+    return Model(model, model.blocks, lambda: model(patches, condition).float().square().mean())
 
 
-def _convolution(small: bool, dtype: torch.dtype) -> Architecture:
+def _convolution(small: bool, dtype: torch.dtype) -> Model:
     """ConvNeXt-L: depthwise convolutions in four stages of layers that differ in size."""
     from transformers import ConvNextConfig, ConvNextModel
 
@@ -182,10 +160,10 @@ def _convolution(small: bool, dtype: torch.dtype) -> Architecture:
     model = ConvNextModel(ConvNextConfig(**sizes)).to(dtype).train()
     images = torch.randn(2 if small else 64, 3, 64 if small else 224, 64 if small else 224, dtype=dtype)
     layers = [layer for stage in model.encoder.stages for layer in stage.layers]
-    return Architecture(model, layers, lambda: model(pixel_values=images).last_hidden_state.float().square().mean())
+    return Model(model, layers, lambda: model(pixel_values=images).last_hidden_state.float().square().mean())
 
 
-_BUILDERS: dict[str, Callable[[bool, torch.dtype], Architecture]] = {
+_BUILDERS: dict[str, Callable[[bool, torch.dtype], Model]] = {
     "vit": _vit,
     "gpt2": _gpt2,
     "t5": _t5,
@@ -198,7 +176,7 @@ _BUILDERS: dict[str, Callable[[bool, torch.dtype], Architecture]] = {
 NAMES = tuple(_BUILDERS)
 
 
-def build(name: str, device: torch.device, *, small: bool) -> Architecture:
+def build(name: str, device: torch.device, *, small: bool) -> Model:
     """One of :data:`NAMES`, on a device: in bfloat16, or ``small`` and in float32."""
     torch.manual_seed(0)
     with torch.device(device):

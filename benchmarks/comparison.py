@@ -1,133 +1,174 @@
-"""All ways on one workload: what a step of each takes, holds, copies, pins and computes."""
+"""Ways to run a model's step beside each other: what each takes, holds and copies, and whether gradients are equal."""
 
-from __future__ import annotations
-
-import importlib.util
-import time
-from collections.abc import Callable
-from contextlib import nullcontext
-from functools import partial
-from pathlib import Path
-from typing import Any
+import math
+import statistics
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
-import offload
-from benchmarks.cases import Case
-from benchmarks.contenders import Attached, Way, ways
-from benchmarks.instruments import (
-    Contender,
-    HostCopies,
-    Row,
-    SavedTensors,
-    attempt,
-    give_memory_back,
-    metered,
-    pinned_by_torch,
-    take_turns,
-    timed,
-)
-from benchmarks.verdicts import OWN
+from benchmarks.instruments import Row, Step, attempt, give_memory_back, metered, pinned_by_torch, timed
+from benchmarks.models import Model
 
-GIB = 1 << 30
-ROUNDS = 4
-MOST_STEPS = 8
-"""In a row, in one turn."""
-REPEATED = ("nothing", "offload")
-"""The families that a claim about the long sequence compares."""
+SETTLES = 34
+"""Steps until plans were compared: not timed, as a training run has thousands after them."""
+
+
+@dataclass
+class Attached:
+    """What a way without a handle of this library's yields."""
+
+    step: Step
+    """In place of the model's."""
+    peak_bytes: int | None = None
+    """Where it is known already."""
+
+
+class Way(NamedTuple):
+    """One way to train, and its row of the record."""
+
+    row: Row
+    around: Callable[[], AbstractContextManager[Any]]
+    """In what the model is trained."""
+    turns: bool = True
+    """Whether the way is measured more than once."""
 
 
 class Comparison:
-    """The contenders on one workload.
+    """The ways to train one model: each is measured by itself, and then they take turns.
+
+    A GPU at its power limit changes its clocks from step to step, by some percent, depending on what ran before.
 
     Args:
-        case: The workload.
-        device: Where it runs.
-        min_bytes: Smaller storages stay on the device with this library, in bytes.
-        host_bytes: Ways that would pin more bytes than this are left out.
-        te_file: Transformer Engine's ``cpu_offload.py``, to be run alone; ``None`` takes the package, if installed.
+        model: The model.
+        device: Where it is.
+        settle: Steps of each way that come before those that are measured.
+        steps: In a row, of which each time is the mean.
+        times: How many are taken in a turn.
+        least_s: How many seconds they take at least: a host that is busy for a moment must not decide.
+        gradients: Whether the gradients of the ways are compared.
     """
 
     def __init__(
-        self, case: Case, device: torch.device, *, min_bytes: int, host_bytes: float, te_file: Path | None = None
+        self,
+        model: Model,
+        device: torch.device,
+        *,
+        settle: int = 0,
+        steps: int = 1,
+        times: int = 2,
+        least_s: float = 0.0,
+        gradients: bool = True,
     ) -> None:
-        self._case, self._device, self._host_bytes = case, device, host_bytes
-        self._ways = ways(case, min_bytes=min_bytes, te_file=te_file)
-        self._expected: list[torch.Tensor] = []
-        give_memory_back(device)
-        self._model = case.build(device)
+        self.model, self.device, self.gradients = model, device, gradients
+        self.settle, self.steps, self.times, self.least_s = settle, steps, times, least_s
+        self.ways: list[Way] = []
+        self._expected: dict[bool, list[torch.Tensor]] = {}
+        """The gradients of layers that are left alone, and of layers that are compiled."""
 
-    def run(self, rows: list[Row], save: Callable[[], object]) -> dict[str, Any]:
-        """Measure all, add a row for each to ``rows``, call ``save`` after each, and return what is said of all."""
-        begin = time.perf_counter()
-        if self._case.compiled:
-            self._model.step()  # nobody compiles within hooks
-        with SavedTensors() as saved:
-            self._model.step()
-        turns: list[Contender] = []
-        for way in self._ways:
-            row: Row = {"workload": self._case.name, "contender": way.label, "family": way.family, "k": way.k}
-            rows.append(row)
-            row |= self._excuse(way, saved.pinned_bytes)
-            attempt(row, partial(self._measure, way, row))
-            if self._case.turns_s and not way.slow and "error" not in row:
-                turns.append(Contender(row, partial(way.attach, self._model)))
-            save()
-            print(f"{time.perf_counter() - begin:6.1f} s  {_said(row)}", flush=True)
-        turn_s = self._case.turns_s / (ROUNDS * max(1, len(turns)))
-        for number, one in enumerate(turns):
-            steps = min(MOST_STEPS, max(1, round(turn_s / min(one.row["times_s"])) - 1))
-            turns[number] = one._replace(steps=steps)
-            one.row["times_s"] = []
-        take_turns(turns, self._device, rounds=ROUNDS)
-        seconds = time.perf_counter() - begin
-        return {"layers": len(self._model.layers), "tokens": self._case.tokens, "seconds": seconds}
+    def add(
+        self, row: Row, around: Callable[[], AbstractContextManager[Any]] = nullcontext, *, turns: bool = True
+    ) -> Row:
+        """Measure a way by itself, unless its row has an error."""
+        self.ways.append(Way(row, around, turns))
+        give_memory_back(self.device)
+        attempt(row, lambda: self._measure(self.ways[-1]))
+        print(row, flush=True)
+        return row
 
-    def _excuse(self, way: Way, all_pinned_bytes: int) -> Row:
-        """Why a way is not measured, if it is not."""
-        if way.package and importlib.util.find_spec(way.package) is None:
-            return {"error": f"{way.package} is not installed"}
-        if way.pins_all and all_pinned_bytes > self._host_bytes:
-            return {"error": f"would pin {all_pinned_bytes / GIB:.0f} GiB of host memory"}
-        return {}
+    def finished(self, turns: int) -> list[Row]:
+        """All rows, after so many turns of each way, the first of which it has had."""
+        for turn in range(1, turns):
+            for way in filter(lambda way: way.turns, reversed(self.ways) if turn % 2 else self.ways):
+                attempt(way.row, lambda way=way: self._turn(way))
+        for row in (way.row for way in self.ways if "error" not in way.row):
+            row |= {"step_s": statistics.median(row["times_s"]), "spread_s": max(row["times_s"]) - min(row["times_s"])}
+            base = next(one.row for one in self.ways if is_compiled(one.row) == is_compiled(row))
+            row["ratio"] = row["step_s"] / statistics.median(base.get("times_s", [math.nan]))
+        return [way.row for way in self.ways]
 
-    def _measure(self, way: Way, row: Row) -> None:
-        give_memory_back(self._device)
-        with way.attach(self._model) as attached:
-            row["first_s"] = timed(attached, self._device)
-            before = attached.stats() if attached.stats else offload.OffloadStats()
-            row["peak_bytes"], step_s = metered(attached, self._device)
-            if attached.stats:
-                stats = attached.stats()
-                row["copied_bytes"] = stats.offloaded_bytes - before.offloaded_bytes
-                row["pinned_bytes"] = stats.pinned_bytes
-            else:
-                row["pinned_bytes"] = pinned_by_torch(self._device)
-            row["times_s"] = [] if self._device.type == "cpu" else [step_s]  # the CPU's meter takes time itself
-            while len(row["times_s"]) < (2 if way.family in REPEATED or not self._case.tokens else 1):
-                row["times_s"].append(timed(attached, self._device))
-            failure: Row = {}
-            attempt(failure, partial(self._compare_gradients, way, attached, row))
-            if failure:
-                row |= {"gradients_error": failure["error"], "bit_identical": False}
+    @contextmanager
+    def _attached(self, way: Way) -> Iterator[tuple[Any, Step, int]]:
+        """The handle, the step, and how many steps were measured and compared by ``memory_budget=``."""
+        with way.around() as handle:
+            step = getattr(handle, "step", self.model.step)
+            measuring = 0
+            while getattr(handle, "state", "") == "measuring" and measuring < 10:
+                step()
+                measuring += 1
+            if measuring and handle.plan is not None:
+                way.row.setdefault("first_predicted_s", handle.plan.step_s)  # before any step of it was timed
+            for _ in range(SETTLES if measuring else 0):
+                step()
+            yield handle, step, measuring
 
-    def _compare_gradients(self, way: Way, attached: Attached, row: Row) -> None:
-        """Note whether gradients are those of the first way, and what PyTorch copied to the host meanwhile."""
-        own, first = way.family in OWN, way is self._ways[0]
-        if self._case.tokens and not own and not first:
-            return
-        # Under a dispatch mode, a compiled layer would run in eager mode.
-        with nullcontext() if own or self._case.compiled else HostCopies() as copies:
-            found = self._model.gradients(attached)
-        if copies is not None:
-            row["copied_bytes"] = copies.nbytes
-        if first:
-            self._expected = [gradient.clone() for gradient in found]
-        if self._expected:
-            row["bit_identical"] = all(map(torch.equal, self._expected, found))
+    def _measure(self, way: Way) -> None:
+        """First times, peak, copies, what is pinned, and whether gradients are those of the first way."""
+        row = way.row
+        with warnings.catch_warnings(record=True) as caught, self._attached(way) as (handle, step, measuring):
+            warnings.simplefilter("always")
+            row["first_s"] = timed(step, self.device)
+            for _ in range(self.settle):
+                step()
+            stats = getattr(handle, "stats", None)
+            before = stats and stats()
+            peak_bytes, _ = metered(step, self.device)
+            after = stats and stats()
+            if self.settle:  # two short steps tell more than one
+                peak_bytes = max(peak_bytes, metered(step, self.device)[0])
+            row["peak_bytes"] = getattr(handle, "peak_bytes", None) or peak_bytes
+            row["pinned_bytes"] = after.pinned_bytes if after else pinned_by_torch(self.device)
+            if after:
+                row["copied_bytes"] = after.offloaded_bytes - before.offloaded_bytes
+            row["times_s"] = self._times_s(step)
+            row["step_s"] = statistics.median(row["times_s"])
+            row |= self.same_bits(row, step) if self.gradients else {}
+            if plan := getattr(handle, "plan", None):
+                row |= {"predicted_s": plan.step_s, "predicted_peak_bytes": plan.peak_bytes}
+                row |= {"recompute_s": plan.recompute_s, "host_bytes": plan.host_bytes, "measuring_steps": measuring}
+        texts = [
+            str(one.message).partition("\n")[0] for one in caught if "memory" in str(one) or "offload" in one.filename
+        ]
+        row |= {"warnings": texts} if texts else {}
+
+    def _turn(self, way: Way) -> None:
+        with warnings.catch_warnings(), self._attached(way) as (_, step, _):
+            warnings.simplefilter("ignore")
+            step()
+            way.row["times_s"] += self._times_s(step)
+
+    def _times_s(self, step: Step) -> list[float]:
+        times: list[float] = []
+        while len(times) < self.times or self.steps * sum(times) < self.least_s:
+            times.append(timed(step, self.device, self.steps))
+        return times
+
+    def same_bits(self, row: Row, step: Step) -> Row:
+        """Whether gradients are those of layers left alone, or compiled; and how far they are from those at most."""
+
+        def seeded() -> None:
+            torch.manual_seed(1)
+            step()
+
+        try:
+            found = self.model.gradients(seeded)
+        except RuntimeError as error:
+            if "deterministic" not in str(error):
+                raise
+            print(f"no deterministic kernels: {str(error)[:80]}")
+            return {"bit_identical": None}
+        expected = self._expected.setdefault(is_compiled(row), [])
+        if not expected:
+            expected += [gradient.clone() for gradient in found]
+        same = all(map(torch.equal, expected, found))
+        distance = sum(float((one - other).float().square().sum()) for one, other in zip(expected, found, strict=True))
+        length = sum(float(one.float().square().sum()) for one in expected)
+        return {"bit_identical": same, "gradients_apart": math.sqrt(distance / length) if length else 0.0}
 
 
-def _said(row: Row) -> str:
-    if "error" in row:
-        return f"{row['contender']}: {row['error']}"
-    return f"{row['contender']}: {row['times_s'][-1] * 1e3:.0f} ms, {row['peak_bytes'] / GIB:.2f} GiB"
+def is_compiled(row: Row) -> bool:
+    """Whether the layers are compiled, by the row's name."""
+    return str(row.get("what", "")).startswith("compiled")

@@ -7,91 +7,64 @@ Two models: the reference decoder, and a launch-bound one, whose kernels run for
 
 import argparse
 import gc
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 
 import offload
-from benchmarks.instruments import Contender, Row, Step, give_memory_back, take_turns, with_median
-from benchmarks.report import asked, environment, table, write
-from benchmarks.workloads import DecoderBlock, Workload, reference_decoder, run_step
+from benchmarks.comparison import Attached, Comparison
+from benchmarks.instruments import GIB, Row, give_memory_back
+from benchmarks.models import Model
+from benchmarks.report import Record, asked, table
+from benchmarks.workloads import DecoderBlock, Workload, reference_decoder
 from offload.activations.context import DEFAULT_MIN_BYTES
 
-GIB = 2**30
 WARMUP = 3
-ROUNDS = 4
-LAYERS = {"decoder": 5, "launch-bound": 1}
-"""How many layers are offloaded: as many as the copies of hide behind compute."""
+TURNS = 4
 
 
 def launch_bound(*, small: bool = False) -> Workload:
     """24 narrow decoder blocks and 512 tokens, bf16: kernels shorter than their launch. ``small`` fits a CPU test."""
     if small:
-        return Workload("launch-bound", lambda: DecoderBlock(64, 172, 4), 24, (1, 32, 64), torch.float32)
-    return Workload("launch-bound", lambda: DecoderBlock(1024, 2752, 16), 24, (1, 512, 1024), torch.bfloat16)
+        return Workload(lambda: DecoderBlock(64, 172, 4), 24, (1, 32, 64), torch.float32)
+    return Workload(lambda: DecoderBlock(1024, 2752, 16), 24, (1, 512, 1024))
 
 
-class Model:
-    """A workload on the device.
+def captured(model: Model, around: Any, device: torch.device) -> Attached:
+    """A captured step, and its peak.
 
-    Args:
-        workload: The layers and their input.
-        device: Where they are; graphs need a GPU.
-        min_bytes: Smaller storages stay on the device, in bytes.
-        steps: How many are timed in a row.
+    The warm-up runs on the stream of the capture, so that cuBLAS has its workspace there and the graph needs none.
     """
-
-    def __init__(self, workload: Workload, device: torch.device, *, min_bytes: int, steps: int) -> None:
-        self._name, self._device, self._min_bytes, self._steps = workload.name, device, min_bytes, steps
-        self._layers, self._x = workload.build(device)
-
-    def eager(self, k: int) -> Contender:
-        """Steps launched one kernel after the other, k layers offloaded."""
-        with self._offloaded(k):
+    stream = torch.cuda.Stream()
+    with around():
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             for _ in range(WARMUP):
-                self._step()
-            gc.collect()
-            with offload.memory_meter(self._device) as meter:
-                self._step()
-        return self._contender("eager", k, meter.peak_bytes, partial(self._attached, k))
+                model.step()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.empty_cache()
+        graph = torch.cuda.CUDAGraph()
+        with offload.memory_meter(device) as meter, torch.cuda.graph(graph, stream=stream):
+            model.step()
+    return Attached(graph.replay, meter.peak_bytes)
 
-    def graph(self, k: int) -> Contender:
-        """Replays of a captured step, k layers offloaded.
 
-        The warm-up runs on the stream of the capture, so that cuBLAS has its workspace there and the graph needs none.
-        """
-        stream = torch.cuda.Stream()
-        with self._offloaded(k):
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(WARMUP):
-                    self._step()
-            torch.cuda.current_stream().wait_stream(stream)
-            torch.cuda.synchronize()
-            gc.collect()
-            torch.cuda.empty_cache()
-            graph = torch.cuda.CUDAGraph()
-            with offload.memory_meter(self._device) as meter, torch.cuda.graph(graph, stream=stream):
-                self._step()
-        return self._contender("graph", k, meter.peak_bytes, lambda: nullcontext(graph.replay))
-
-    def _contender(self, mode: str, k: int, peak_bytes: int, attach: Any) -> Contender:
-        row: Row = {"workload": self._name, "mode": mode, "k": k, "peak_bytes": peak_bytes, "times_s": []}
-        return Contender(row, attach, self._steps)
-
-    def _step(self) -> None:
-        run_step(self._layers, self._x)
-
-    @contextmanager
-    def _attached(self, k: int) -> Iterator[Step]:
-        with self._offloaded(k):
-            yield self._step
-
-    def _offloaded(self, k: int) -> AbstractContextManager[Any]:
-        return offload.offload_layers(self._layers, k, min_bytes=self._min_bytes) if k else nullcontext()
+def compare(name: str, workload: Workload, k: int, steps: int, device: torch.device, *, min_bytes: int) -> list[Row]:
+    """All rows of a model of which ``k`` layers are offloaded, as many as the copies of hide behind compute."""
+    model = workload.build(device)
+    comparison = Comparison(model, device, settle=WARMUP, steps=steps, times=1, gradients=False)
+    for mode in ("eager",) if device.type == "cpu" else ("eager", "graph"):
+        for offloaded in (0, k):
+            around: Any = partial(offload.offload_layers, model.layers, offloaded, min_bytes=min_bytes)
+            around = around if offloaded else nullcontext
+            if mode == "graph":
+                around = partial(nullcontext, captured(model, around, device))
+            comparison.add({"workload": name, "mode": mode, "k": offloaded}, around)
+    return comparison.finished(TURNS)
 
 
 def main() -> None:
@@ -100,29 +73,17 @@ def main() -> None:
     arguments, device = asked(parser, "results/graphs.json")
     small = arguments.small
     link = offload.measure_link(device)
-    models = {
-        "decoder": (reference_decoder(small=small), DEFAULT_MIN_BYTES, 5),
-        "launch-bound": (launch_bound(small=small), 64 << 10, 25),
-    }
-    rows: list[Row] = []
-    for name, (workload, min_bytes, steps) in models.items():
-        model = Model(workload, device, min_bytes=1 if small else min_bytes, steps=1 if small else steps)
-        modes = (model.eager,) if device.type == "cpu" else (model.eager, model.graph)
-        contenders = [mode(k) for mode in modes for k in (0, LAYERS[name])]
-        take_turns(contenders, device, rounds=ROUNDS)
-        rows += [with_median(one.row) for one in contenders]
-        del model, modes, contenders  # with their graphs
-        give_memory_back(device)
     print(link)
-    print(table([_shown(row) for row in rows]))
-    write(arguments.out, {**environment(device), "small": small, "link": vars(link), "rows": rows})
-
-
-def _shown(row: Row) -> Row:
-    if "error" in row:
-        return {key: row[key] for key in ("workload", "mode", "k", "error")}
-    shown = {"step ms": row["step_s"] * 1e3, "spread ms": row["spread_s"] * 1e3}
-    return {key: row[key] for key in ("workload", "mode", "k")} | shown | {"peak GiB": row["peak_bytes"] / GIB}
+    record = Record(arguments, device, link=vars(link))
+    for name, workload, k, steps, min_bytes in (
+        ("decoder", reference_decoder(small=small), 5, 5, DEFAULT_MIN_BYTES),
+        ("launch-bound", launch_bound(small=small), 1, 25, 64 << 10),
+    ):
+        rows = compare(name, workload, k, 1 if small else steps, device, min_bytes=1 if small else min_bytes)
+        record.add(*rows, instead_of=["workload"])
+        give_memory_back(device)  # of the graphs, too
+    columns = {"model": "workload", "mode": "mode", "k": "k", "ms": ("step_s", 1e-3), "GiB": ("peak_bytes", GIB)}
+    print(table(record.rows(), columns))
 
 
 if __name__ == "__main__":

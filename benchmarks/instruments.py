@@ -1,13 +1,11 @@
-"""What the benchmarks measure with: time, turns, bytes copied and pinned, and determinism."""
-
-from __future__ import annotations
+"""What the benchmarks measure with: time, memory, bytes copied and pinned, and determinism."""
 
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import offload
 
+GIB = 1 << 30
 Row = dict[str, Any]
 Step = Callable[[], object]
 
@@ -52,32 +51,6 @@ def timed(step: Step, device: torch.device, steps: int = 1) -> float:
         step()
     synchronize(device)
     return (time.perf_counter() - begin) / steps
-
-
-class Contender(NamedTuple):
-    """One way to run a step, and its row of the record, whose ``times_s`` has what was measured."""
-
-    row: Row
-    attach: Callable[[], AbstractContextManager[Step]]
-    """A context in which the step that it yields can be run."""
-    steps: int = 1
-    """In a row, for one time."""
-
-
-def take_turns(contenders: Sequence[Contender], device: torch.device, *, rounds: int, times: int = 1) -> None:
-    """Let the contenders run one after the other, in several rounds; every second round is in reverse.
-
-    A GPU at its power limit changes its clocks from step to step, by some percent, depending on what ran before.
-    """
-    for number in range(rounds):
-        for one in reversed(contenders) if number % 2 else contenders:
-            attempt(one.row, lambda one=one: _take_turn(one, device, times))
-
-
-def _take_turn(one: Contender, device: torch.device, times: int) -> None:
-    with one.attach() as step:
-        step()
-        one.row["times_s"] += [timed(step, device, one.steps) for _ in range(times)]
 
 
 def attempt(row: Row, run: Step) -> None:
@@ -136,26 +109,6 @@ def deterministic() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-class SavedTensors:
-    """Adds up what autograd saves in the block, as PyTorch's allocator would pin it: a power of two per tensor."""
-
-    def __init__(self) -> None:
-        self.pinned_bytes = 0
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
-
-    def __enter__(self) -> SavedTensors:
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._hooks.__exit__(*error)
-
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.pinned_bytes += 1 << max(0, tensor.nbytes - 1).bit_length()
-        # A result of the operation that saves it would own itself through the graph: give an alias.
-        return tensor if tensor.is_leaf else tensor.detach()
 
 
 BLOCKING_CALLS = frozenset(

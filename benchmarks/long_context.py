@@ -1,11 +1,10 @@
 """Long sequences on one GPU: Llama-3.1-8B's shape, forward and backward with the gradients of all parameters.
 
     python -m benchmarks.long_context --rows 131072:inputs 131072:plan
-    python -m benchmarks.long_context --rows 393216:plan
-    python -m benchmarks.long_context --rows 16384:equal 24GiB:streamed 24GiB:lora --seconds 200
+    python -m benchmarks.long_context --rows 16384:equal 24GiB:streamed 24GiB:lora --seconds 200 --merge
 
-A row is a number of tokens, or the device memory to be content with, and a way. Rows are merged into one record, so
-that each run may make some of them. The loss is computed in chunks in all of them. Ways for a number of tokens:
+A row is a number of tokens, or the device memory to be content with, and a way. The loss is computed in chunks in all
+of them. Ways for a number of tokens:
 
 - ``inputs``: Hugging Face's checkpointing inside of this library, so that the layers' inputs travel; MLPs in tiles. It
   is the recipe of Arctic Long Sequence Training.
@@ -28,20 +27,17 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.autograd.graph import save_on_cpu
 
 import offload
-from benchmarks.instruments import Row, give_memory_back, peak_bytes, pinned_by_torch, reset_peak, timed
-from benchmarks.llama_8b import SHAPE, SMALL
+from benchmarks.instruments import GIB, Row, give_memory_back, peak_bytes, pinned_by_torch, reset_peak, timed
 from benchmarks.longest_context import Lengths, attention_s, device_limit, in_blocks, longest_again, search
-from benchmarks.models import Llama
-from benchmarks.report import asked, environment, table, write
+from benchmarks.models import SHAPE, SMALL, Llama
+from benchmarks.report import Record, asked, table
 
-GIB = 1 << 30
 TILE, SMALL_TILE = 32768, 8192
 """Tokens in a tile of the MLPs, and where the device is limited."""
 PROFILED, SHORT = 32768, 65536
@@ -62,8 +58,6 @@ class Long(Llama):
     def __init__(self, device: torch.device, *, small: bool, adapters: bool = False, gradients: bool = True) -> None:
         shape = (SMALL if small else SHAPE) | {"max_position_embeddings": 1 << 20}
         super().__init__(device, tokens=1, dtype=torch.float32 if small else torch.bfloat16, **shape)
-        self.model = self._model
-        self.device = device
         self.small = small
         self.width: int = shape["hidden_size"]
         self.heads: int = shape["num_attention_heads"]
@@ -76,18 +70,13 @@ class Long(Llama):
             self.model.zero_grad(set_to_none=True)
 
     @property
-    def tokens(self) -> int:
-        return self._tokens.numel()
-
-    @tokens.setter
-    def tokens(self, tokens: int) -> None:
-        generator = torch.Generator(self.device).manual_seed(tokens)
-        vocabulary = self.model.config.vocab_size
-        self._tokens = torch.randint(vocabulary, (1, tokens), generator=generator, device=self.device)
+    def length(self) -> int:
+        """Of the sequence, in tokens."""
+        return self.tokens.numel()
 
     def tile(self, tokens: int) -> int:
         """A tile's size, so that there are some at small sizes, too."""
-        return max(1, self.tokens // 4) if self.small else tokens
+        return max(1, self.length // 4) if self.small else tokens
 
 
 class Benchmark:
@@ -95,7 +84,7 @@ class Benchmark:
 
     Args:
         device: Where they run.
-        record: What other runs have written; rows of the same name are replaced.
+        record: Of the run: a profile that is in it is not made again.
         small: With a small model, for a CPU.
         host: The most pinned memory, in bytes.
         seconds: After so many seconds, a search for the longest context tries no more.
@@ -106,12 +95,12 @@ class Benchmark:
         self, device: torch.device, record: Row, *, small: bool, host: int, seconds: float, whole_s: float
     ) -> None:
         self.device, self.small, self.host, self.seconds, self.whole_s = device, small, host, seconds, whole_s
-        self.record: Row = {"rows": [], **record}
+        self.record = record
         self.min_bytes: int | str = 1 if small else "2MiB"
         self._model: Long | None = None
 
     def row(self, spec: str) -> Row:
-        """Measure one, and put it into the record."""
+        """Measure one."""
         size, _, way = spec.partition(":")
         begin = time.perf_counter()
         row: Row = {"row": spec, "way": way}
@@ -128,11 +117,8 @@ class Benchmark:
                 row |= self.step(int(size), way)
         except (torch.OutOfMemoryError, ValueError, offload.HostMemoryError) as error:
             row["error"] = f"{type(error).__name__}: {error}"[:300]
-        here = environment(self.device)
-        row |= {"row_s": time.perf_counter() - begin, "commit": here["commit"], "date": here["date"]}
+        row["row_s"] = time.perf_counter() - begin
         print(row, flush=True)
-        others = [one for one in self.record["rows"] if one["row"] != spec]
-        self.record |= here | {"small": self.small, "rows": [*others, row]}
         return row
 
     # A number of tokens.
@@ -142,14 +128,14 @@ class Benchmark:
         model = self._whole()
         row: Row = {"tokens": tokens, "layers": len(model.layers)}
         plan = self._plan(tokens, row) if way == "plan" else None
-        model.tokens = tokens
+        model.use(tokens)
         with ExitStack() as stack:
             stack.enter_context(offload.use_chunked_loss(model.model))
             stack.enter_context(offload.tile_mlp(model.layers, model.tile(TILE)))
             handle = stack.enter_context(self._moving(model, way, plan))
-            model.tokens = min(tokens, SHORT)
+            model.use(min(tokens, SHORT))
             model.step()  # which proves what is recomputed
-            model.tokens = tokens
+            model.use(tokens)
             if tokens < ONCE:
                 row["first_s"] = timed(model.step, self.device)
             before = handle.stats()
@@ -165,7 +151,7 @@ class Benchmark:
     def equal(self, tokens: int) -> Row:
         """How far loss and gradients are from those of the model as it is."""
         model = self._whole()
-        model.tokens = tokens
+        model.use(tokens)
         with model.checkpointing():
             plain, expected = self._loss_and_gradients(model)
         with ExitStack() as stack:
@@ -209,15 +195,15 @@ class Benchmark:
     def _per_layer(self, model: Long, *, attention: bool) -> int:
         """What travels of a layer: its input, and attention's output with a sum in float32 per token and head."""
         item = 4 if model.small else 2
-        hidden = model.tokens * model.width * item
-        return 2 * hidden + model.tokens * model.heads * 4 if attention else hidden
+        hidden = model.length * model.width * item
+        return 2 * hidden + model.length * model.heads * 4 if attention else hidden
 
     def _plan(self, tokens: int, row: Row) -> offload.Plan:
         """A plan for so many tokens, from the profile of fewer, which the record keeps."""
         model = self._whole()
         profiled = min(tokens, 64 if self.small else PROFILED)
         if "profile" not in self.record:
-            model.tokens = profiled
+            model.use(profiled)
             with offload.use_chunked_loss(model.model), offload.tile_mlp(model.layers, profiled // 4):
                 profile = offload.profile_layers(
                     model.layers, model.step, min_bytes=self.min_bytes, device=self.device, regions=True
@@ -303,7 +289,7 @@ class Benchmark:
                 stack.enter_context(offload.stream_weights(model.layers, self.device))
             give_memory_back(self.device)
             stack.enter_context(device_limit(self.device, limit))
-            model.tokens = GRAIN
+            model.use(GRAIN)
             if way in ("streamed", "lora", "inputs"):
                 stack.enter_context(offload.tile_mlp(model.layers, model.tile(SMALL_TILE)))
                 options: dict[str, Any] = {"min_bytes": self.min_bytes, "max_host_bytes": self.host}
@@ -321,7 +307,7 @@ class Benchmark:
 
     def _try(self, model: Long, tokens: int) -> Row | None:
         """What a step takes, or ``None`` if there is not enough memory."""
-        model.tokens = tokens
+        model.use(tokens)
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -365,19 +351,17 @@ def _longer(layer: offload.LayerProfile, ratio: float) -> offload.LayerProfile:
     )
 
 
-def shown(row: Row) -> Row:
-    """A row as people read it."""
-    peak = row.get("peak_bytes")
-    return {
-        "row": row["row"],
-        "tokens": row.get("longest_tokens", row.get("tokens")),
-        "s": row.get("step_s"),
-        "tokens/s": row.get("tokens_per_s"),
-        "peak, GiB": None if peak is None else peak / GIB,
-        "on the host, GiB": row["host_bytes"] / GIB if "host_bytes" in row else None,
-        "stall, s": row.get("stall_s"),
-        "": row.get("error", "")[:60] or row.get("losses", ""),
-    }
+COLUMNS = {
+    "row": "row",
+    "tokens": "tokens",
+    "longest": "longest_tokens",
+    "s": "step_s",
+    "tokens/s": "tokens_per_s",
+    "GiB": ("peak_bytes", GIB),
+    "on the host": ("host_bytes", GIB),
+    "stall, s": "stall_s",
+    "": "error",
+}
 
 
 def spec(text: str) -> str:
@@ -393,24 +377,20 @@ def main() -> None:
     """Measure the rows that are asked for, and write each into the record as soon as it is there."""
     parser = argparse.ArgumentParser(description="Measure long sequences on one GPU.")
     parser.add_argument("--rows", nargs="+", type=spec, required=True, metavar="SIZE:WAY")
-    parser.add_argument("--merge", type=Path, help="the record to add to; --out by default")
     parser.add_argument("--host", type=int, default=112, help="the most pinned memory, in GiB")
     parser.add_argument("--seconds", type=float, default=200, help="how long to search for the longest context, a row")
     parser.add_argument("--whole", type=float, default=60, help="how long a step of it with whole attention may take")
     arguments, device = asked(parser, "results/long_context.json")
-    merged = arguments.merge or arguments.out
-    record = json.loads(merged.read_text("utf-8")) if merged.exists() else {}
+    record = Record(arguments, device)
     limits = {"host": arguments.host * GIB, "seconds": arguments.seconds, "whole_s": arguments.whole}
-    benchmark = Benchmark(device, record, small=arguments.small, **limits)
+    benchmark = Benchmark(device, record.found, small=arguments.small, **limits)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         if device.type == "cuda":  # sequences of other lengths need other blocks
             torch.cuda.memory._set_allocator_settings("expandable_segments:True")
-        rows = []
         for one in arguments.rows:
-            rows.append(benchmark.row(one))
-            write(arguments.out, benchmark.record)
-    print(table([shown(row) for row in rows]))
+            record.add(benchmark.row(one), instead_of=["row"])
+    print(table(record.rows(), COLUMNS))
 
 
 if __name__ == "__main__":

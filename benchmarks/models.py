@@ -1,16 +1,37 @@
-"""What the suite runs a training step of: stacks of layers, and a Hugging Face model."""
+"""What the benchmarks run a training step of, with the gradients' memory and checkpointing of its layers."""
 
-from collections.abc import Callable, Iterator
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.instruments import deterministic
-from benchmarks.workloads import Workload, loss_of
+
+SHAPE = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+"""Llama-3.1-8B's."""
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 172,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+}
 
 
 class Model:
@@ -18,32 +39,31 @@ class Model:
 
     Args:
         module: Holds the parameters.
+        layers: What forward calls in turn, and a library that offloads is given.
+        loss: One forward.
         inputs: What else requires a gradient.
+        has_gradients: Whether the gradients are there before the first step.
     """
 
-    has_gradients = True
-    """Whether the gradients are there before the first step."""
-
-    def __init__(self, module: nn.Module, inputs: tuple[torch.Tensor, ...] = ()) -> None:
-        self.module = module
+    def __init__(
+        self,
+        module: nn.Module,
+        layers: Sequence[nn.Module],
+        loss: Callable[[], torch.Tensor],
+        inputs: tuple[torch.Tensor, ...] = (),
+        *,
+        has_gradients: bool = True,
+    ) -> None:
+        self.module, self.layers, self.loss = module, list(layers), loss
+        self.checkpoints = len(self.layers)
+        """How many of the layers are checkpointed."""
         self.leaves = [*inputs, *module.parameters()]
-        for leaf in self.leaves if self.has_gradients else ():
+        for leaf in self.leaves if has_gradients else ():
             leaf.grad = torch.zeros_like(leaf)
 
-    @property
-    def layers(self) -> list[nn.Module]:
-        """What forward calls in turn, and a library that offloads is given."""
-        raise NotImplementedError
-
-    def loss(self) -> torch.Tensor:
-        """One forward."""
-        raise NotImplementedError
-
-    @contextmanager
-    def checkpointing(self, *, on_host: bool = False) -> Iterator[None]:
+    def checkpointing(self, *, on_host: bool = False) -> Any:
         """Every layer is recomputed in backward; its input waits on the device, or is saved on the host."""
-        raise NotImplementedError
-        yield
+        return replaced(self.layers, self.checkpoints, on_host=on_host)
 
     def step(self) -> None:
         """One forward and backward."""
@@ -59,74 +79,44 @@ class Model:
         return [leaf.grad for leaf in self.leaves if leaf.grad is not None]
 
 
-class Stack(Model):
-    """A workload's layers, called one after the other, and its loss.
+@contextmanager
+def replaced(
+    layers: Sequence[nn.Module],
+    checkpoints: int = 0,
+    context_fn: Any = None,
+    backend: str | None = None,
+    *,
+    on_host: bool = False,
+) -> Iterator[None]:
+    """PyTorch's checkpointing around the forward of the first layers; each layer's forward compiled by a backend."""
+    options = {"use_reentrant": False} | ({} if context_fn is None else {"context_fn": context_fn})
 
-    Args:
-        workload: The layers and their input.
-        device: Where they are.
-        compiled: Compile each layer by this backend of ``torch.compile``.
-        loss_is_a_layer: The loss counts as one more layer, as a model's head does.
-    """
+    def run(forward: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
 
-    def __init__(
-        self, workload: Workload, device: torch.device, *, compiled: str | None = None, loss_is_a_layer: bool = False
-    ) -> None:
-        layers, self._x = workload.build(device)
-        super().__init__(layers, (self._x,))
-        self._called: list[nn.Module] = list(layers)
-        if compiled:
-            self._called = [torch.compile(layer, backend=compiled) for layer in layers]
-        self._loss = MeanSquare()
-        self._loss_is_a_layer = loss_is_a_layer
+    def run_in_checkpoint(forward: Any, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, **options, **kwargs)
 
-    @property
-    def layers(self) -> list[nn.Module]:
-        return [*self._called, self._loss] if self._loss_is_a_layer else self._called
-
-    def loss(self) -> torch.Tensor:
-        y = self._x
-        for layer in self._called:
-            y = layer(y)
-        loss: torch.Tensor = self._loss(y)
-        return loss
-
-    @contextmanager
-    def checkpointing(self, *, on_host: bool = False) -> Iterator[None]:
-        called = self._called
-        self._called = [Checkpointed(layer, on_host=on_host) for layer in called]
-        try:
-            yield
-        finally:
-            self._called = called
-
-
-class MeanSquare(nn.Module):
-    """The loss of a stack."""
-
-    def forward(self, output: torch.Tensor) -> torch.Tensor:
-        """``output``: any shape; the result is a scalar."""
-        return loss_of(output)
-
-
-class Checkpointed(nn.Module):
-    """A layer that saves only its input, which an offload context around it can move."""
-
-    def __init__(self, layer: nn.Module, *, on_host: bool = False) -> None:
-        super().__init__()
-        self.layer = layer
-        self._on_host = on_host
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x``: what the layer takes; the result is the layer's."""
-        if not self._on_host:
-            return self._checkpoint(x)
+    def run_on_host(forward: Any, *args: Any, **kwargs: Any) -> Any:
         with save_on_cpu(pin_memory=True):
-            return self._checkpoint(x)
+            return run_in_checkpoint(forward, *args, **kwargs)
 
-    def _checkpoint(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = checkpoint(self.layer, x, use_reentrant=False)
-        return output
+    ways: list[Any] = [run, run_on_host if on_host else run_in_checkpoint]
+    if backend is not None:
+        ways = [torch.compile(one, backend=backend) for one in ways]
+    changed = layers[:checkpoints] if backend is None else layers
+    before = [vars(layer).get("forward") for layer in changed]
+    for number, layer in enumerate(changed):
+        vars(layer)["forward"] = partial(ways[number < checkpoints], layer.forward)
+    try:
+        yield
+    finally:
+        for layer, forward in zip(changed, before, strict=True):
+            vars(layer)["forward"] = forward
+            if forward is None:
+                del vars(layer)["forward"]
+        if backend is not None:
+            torch.compiler.reset()  # few kinds of layers have code at once
 
 
 class Llama(Model):
@@ -136,29 +126,69 @@ class Llama(Model):
         device: Where it is.
         tokens: Length of the one sequence.
         dtype: Of the weights.
+        has_gradients: As for a model.
         config: Arguments of ``LlamaConfig``.
     """
 
-    def __init__(self, device: torch.device, *, tokens: int, dtype: torch.dtype, **config: Any) -> None:
-        self._model = llama(device, dtype, **config)
-        self._tokens = torch.randint(config["vocab_size"], (1, tokens), device=device)
-        super().__init__(self._model)
+    def __init__(
+        self, device: torch.device, *, tokens: int, dtype: torch.dtype, has_gradients: bool = True, **config: Any
+    ) -> None:
+        self.model, self.device = llama(device, dtype, **config), device
+        self.use(tokens)
+        super().__init__(self.model, self.model.model.layers, self._loss, has_gradients=has_gradients)
 
-    @property
-    def layers(self) -> list[nn.Module]:
-        return list(self._model.model.layers)
+    def use(self, tokens: int) -> None:
+        """Train on one sequence of this length from now on."""
+        drawn = torch.randint(
+            self.model.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(tokens)
+        )
+        self.tokens = drawn.to(self.device)
 
-    def loss(self) -> torch.Tensor:
-        loss: torch.Tensor = self._model(input_ids=self._tokens, labels=self._tokens).loss
+    def _loss(self) -> torch.Tensor:
+        loss: torch.Tensor = self.model(input_ids=self.tokens, labels=self.tokens).loss
         return loss
 
     @contextmanager
     def checkpointing(self, *, on_host: bool = False) -> Iterator[None]:
-        checkpointing_method(self._model, "enable")(offload=on_host)
+        checkpointing_method(self.model, "enable")(offload=on_host)
         try:
             yield
         finally:
-            checkpointing_method(self._model, "disable")()
+            checkpointing_method(self.model, "disable")()
+
+
+class Training(Llama):
+    """Llama-8B's shape with its optimizer, and the loss in chunks, since its logits would not fit beside that."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        tokens: int,
+        *,
+        small: bool,
+        shape: dict[str, int] | None = None,
+        dtype: torch.dtype | None = None,
+        has_gradients: bool = True,
+    ) -> None:
+        dtype = dtype or (torch.float32 if small else torch.bfloat16)
+        shape = shape or (SMALL if small else SHAPE)
+        super().__init__(device, tokens=tokens, dtype=dtype, has_gradients=has_gradients, **shape)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+
+    def _loss(self) -> torch.Tensor:
+        hidden = self.model.model(input_ids=self.tokens).last_hidden_state[0, :-1]
+        labels, chunk = self.tokens[0, 1:], max(16, self.tokens.numel() // 32)
+        pairs = zip(hidden.split(chunk), labels.split(chunk), strict=True)
+        losses = [checkpoint(self._chunk_loss, *pair, use_reentrant=False) for pair in pairs]
+        return torch.stack(losses).sum() / len(labels)
+
+    def _chunk_loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.model.lm_head(hidden).float(), labels, reduction="sum")
+
+    def step(self) -> None:
+        super().step()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=False)  # gradients stay where they are, so that a step allocates none
 
 
 def llama(device: torch.device, dtype: torch.dtype, **config: Any) -> Any:

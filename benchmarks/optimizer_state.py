@@ -21,9 +21,18 @@ import torch
 from torch import nn
 
 import offload
-from benchmarks.instruments import Row, deterministic, give_memory_back, peak_bytes, pinned_by_torch, reset_peak, timed
-from benchmarks.llama_8b import GIB, SHAPE, SMALL, Training
-from benchmarks.report import asked, environment, table, write
+from benchmarks.instruments import (
+    GIB,
+    Row,
+    deterministic,
+    give_memory_back,
+    peak_bytes,
+    pinned_by_torch,
+    reset_peak,
+    timed,
+)
+from benchmarks.models import SHAPE, SMALL, Training
+from benchmarks.report import Record, asked, table
 
 STEPS = 3
 MICROBATCHES = 4
@@ -45,7 +54,7 @@ WAYS: dict[str, Callable[..., offload.StreamedOptimizer]] = {
     "streamed in backward, 16 GiB resident": partial(stream, in_backward=True, resident_bytes="16GiB"),
     "streamed in backward, gradients consumed": partial(stream, in_backward=True, consume_gradients=True),
 }
-NO_CLIPPING = [name for name in WAYS if "backward" in name]
+TORCHAO = "torchao's CPUOffloadOptimizer"
 
 
 class Run:
@@ -53,20 +62,16 @@ class Run:
 
     def __init__(self, device: torch.device, *, small: bool) -> None:
         self.device = device
-        self.small = small
         self.model = Training(device, 256 if small else 8192, small=small)
         self.parameters = list(self.model.module.parameters())
-
-    def use(self, tokens: int) -> None:
-        """Train on one sequence of this length from now on."""
-        shape = SMALL if self.small else SHAPE
-        self.model._tokens = torch.randint(shape["vocab_size"], (1, tokens), device=self.device)
-        self.model._chunk = max(16, tokens // 32)
 
     def adamw(self) -> torch.optim.Optimizer:
         """A new optimizer without state; the one before is gone."""
         self.model.optimizer = torch.optim.AdamW(self.parameters, lr=1e-5, fused=True)
-        give_memory_back_to_device(self.device)
+        gc.collect()  # what the one before held on the device; pinned memory remains in the pool
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
         return self.model.optimizer
 
     def step(self, microbatches: int) -> None:
@@ -80,7 +85,7 @@ class Run:
 
     def measure(self, row: Row, handle: offload.StreamedOptimizer | None) -> None:
         """Fill the row with times, the peak of device memory, and what the link carries in a step."""
-        self.use(row["tokens"])
+        self.model.use(row["tokens"])
         several = row["microbatches"] > 1
         with self.model.checkpointing():
             self.step(1)  # the first makes the state and the slots
@@ -98,20 +103,13 @@ class Run:
             row["slot_bytes"] = copied.slot_bytes
 
 
-def give_memory_back_to_device(device: torch.device) -> None:
-    """Free what the last optimizer held on the device; pinned memory remains in the pool."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-
-
 def parameters_are_equal(device: torch.device, *, small: bool) -> dict[str, bool]:
     """Whether each way gives the bits of the resident one, after steps of a smaller model."""
     found: dict[str, list[torch.Tensor]] = {}
     for name, attach in WAYS.items():
         torch.manual_seed(0)
-        model = EqualModel(device, small=small)
+        model = Training(device, 128, small=small, shape=SMALL if small else MEDIUM, dtype=torch.bfloat16)
+        model.optimizer.param_groups[0]["lr"] = 1e-2  # steps that bfloat16 does not round away
         with deterministic(), attach(model.optimizer, chunk_bytes="64KiB" if small else "16MiB"):
             for _ in range(EQUAL_STEPS):
                 model.step()
@@ -123,14 +121,6 @@ def parameters_are_equal(device: torch.device, *, small: bool) -> dict[str, bool
     }
 
 
-class EqualModel(Training):
-    """A model of bfloat16 that takes milliseconds."""
-
-    def __init__(self, device: torch.device, *, small: bool) -> None:
-        super().__init__(device, 128, small=small, shape=SMALL if small else MEDIUM, dtype=torch.bfloat16)
-        self.optimizer.param_groups[0]["lr"] = 1e-2  # steps that bfloat16 does not round away
-
-
 def torchao_row(run: Run, row: Row) -> None:
     """The optimizer of torchao, which steps on the CPU in the parameters' dtype, beside backward."""
     if importlib.util.find_spec("torchao") is None or run.device.type != "cuda":
@@ -138,8 +128,37 @@ def torchao_row(run: Run, row: Row) -> None:
         return
     from torchao.optim import CPUOffloadOptimizer
 
+    run.model.optimizer = None
+    give_memory_back(run.device)
     run.model.optimizer = CPUOffloadOptimizer(run.parameters, torch.optim.AdamW, lr=1e-5, fused=True)
     run.measure(row, None)
+
+
+def finished(rows: list[Row], duplex_bytes_per_s: float) -> None:
+    """Add to each row what follows from others: the limit of the link, and how the times compare."""
+    timed_rows = [row for row in rows if "step_s" in row]
+    resident_s = {
+        (row["tokens"], row["microbatches"]): row["step_s"] for row in timed_rows if row["what"] == "resident"
+    }
+    for row in timed_rows:
+        row["link_s"] = row.get("link_bytes", 0) / duplex_bytes_per_s
+        if compute_s := resident_s.get((row["tokens"], row["microbatches"])):
+            row["to_resident"] = row["step_s"] / compute_s
+            row["to_limit"] = row["step_s"] / max(compute_s, row["link_s"])
+
+
+COLUMNS = {
+    "what": "what",
+    "tokens": "tokens",
+    "microbatches": "microbatches",
+    "ms": ("step_s", 1e-3),
+    "x resident": "to_resident",
+    "link ms": ("link_s", 1e-3),
+    "x max(compute, link)": "to_limit",
+    "GiB": ("peak_bytes", GIB),
+    "pinned": ("pinned_bytes", GIB),
+    "": "skipped",
+}
 
 
 def main() -> None:
@@ -147,88 +166,40 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train Llama-8B's shape with the optimizer's state on the host.")
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 32768, 8192])
     parser.add_argument("--seconds", type=float, default=400.0, help="start no row after so long")
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=[*WAYS, TORCHAO], default=[*WAYS, TORCHAO])
     parser.add_argument("--without-accumulation", action="store_true")
-    parser.add_argument("--without-torchao", action="store_true")
     arguments, device = asked(parser, "results/optimizer_state.json")
     begin_s = time.perf_counter()
     small = arguments.small
-    chunks = {"chunk_bytes": "64KiB"} if small else {}
-    if small:
-        arguments.tokens = [64]
-    link = offload.measure_link(device)
-    record: dict[str, Any] = environment(device) | {"small": small, "duplex_bytes_per_s": link.duplex_bytes_per_s}
-    record["equal"] = parameters_are_equal(device, small=small)
-    print("parameters equal to the resident run's:", record["equal"], flush=True)
+    lengths = [64] if small else arguments.tokens
+    duplex_bytes_per_s = offload.measure_link(device).duplex_bytes_per_s
+    equal = parameters_are_equal(device, small=small)
+    print("parameters equal to the resident run's:", equal, flush=True)
+    record = Record(arguments, device, duplex_bytes_per_s=duplex_bytes_per_s, equal=equal)
     run = Run(device, small=small)
-    rows: list[Row] = []
-    record["rows"] = rows
-
-    def begin(what: str, tokens: int, microbatches: int) -> Row | None:
-        row = {"what": what, "tokens": tokens, "microbatches": microbatches, "clipping": microbatches > 1}
-        rows.append(row)
-        if time.perf_counter() - begin_s > arguments.seconds:
-            row["skipped"] = f"not begun within {arguments.seconds:g} s"
-            return None
-        return row
-
-    sizes = [(tokens, 1) for tokens in arguments.tokens]
-    several = [] if arguments.without_accumulation else [(max(arguments.tokens), MICROBATCHES)]
+    several = [] if arguments.without_accumulation else [(max(lengths), MICROBATCHES)]
     for name in arguments.ways:
-        optimizer = run.adamw()
+        optimizer, handle = run.adamw(), None
         pin_s = time.perf_counter()
-        handle = WAYS[name](optimizer, **chunks)
+        if name in WAYS:
+            handle = WAYS[name](optimizer, **({"chunk_bytes": "64KiB"} if small else {}))
         pin_s = time.perf_counter() - pin_s
-        for tokens, microbatches in sizes + (several if name not in NO_CLIPPING else []):
-            row = begin(name, tokens, microbatches)
-            if row is not None:
-                row["begin_s"] = pin_s
+        sizes = [(tokens, 1) for tokens in (lengths if name in WAYS else lengths[:1])]
+        for tokens, microbatches in sizes + (several if name in WAYS and "backward" not in name else []):
+            row: Row = {"what": name, "tokens": tokens, "microbatches": microbatches, "clipping": microbatches > 1}
+            row["begin_s"] = pin_s
+            if time.perf_counter() - begin_s > arguments.seconds:
+                row["skipped"] = f"not begun within {arguments.seconds:g} s"
+            elif name in WAYS:
                 run.measure(row, handle)
-                print(row, flush=True)
-                write(arguments.out, finished(record))
+            else:
+                torchao_row(run, row)
+            print(row, flush=True)
+            record.add(row, instead_of=["what", "tokens", "microbatches"])
+            finished(record.rows(), duplex_bytes_per_s)
+            record.write()
         del optimizer, handle
-    if not arguments.without_torchao:
-        run.model.optimizer = None
-        give_memory_back(device)
-        row = begin("torchao's CPUOffloadOptimizer", arguments.tokens[0], 1)
-        if row is not None:
-            torchao_row(run, row)
-    record["seconds"] = time.perf_counter() - begin_s
-    write(arguments.out, finished(record))
-    print(table([shown(row) for row in record["rows"]]))
-
-
-def finished(record: dict[str, Any]) -> dict[str, Any]:
-    """Add to each row what follows from others: the limit of the link, and how the times compare."""
-    resident = {
-        (row["tokens"], row["microbatches"]): row["step_s"]
-        for row in record["rows"]
-        if row["what"] == "resident" and "step_s" in row
-    }
-    for row in record["rows"]:
-        compute_s = resident.get((row["tokens"], row["microbatches"]))
-        if "step_s" not in row:
-            continue
-        row["link_s"] = row.get("link_bytes", 0) / record["duplex_bytes_per_s"]
-        if compute_s is not None:
-            row["to_resident"] = row["step_s"] / compute_s
-            row["to_limit"] = row["step_s"] / max(compute_s, row["link_s"])
-    return record
-
-
-def shown(row: Row) -> Row:
-    """A row of the printed table."""
-    said = {"what": row["what"], "tokens": row["tokens"], "microbatches": row["microbatches"]}
-    if "step_s" not in row:
-        return said | {"note": row.get("skipped", "")}
-    return said | {
-        "ms": row["step_s"] * 1e3,
-        "x resident": row.get("to_resident"),
-        "link ms": row["link_s"] * 1e3,
-        "x max(compute, link)": row.get("to_limit"),
-        "peak GiB": row["peak_bytes"] / GIB,
-        "pinned GiB": row["pinned_bytes"] / GIB,
-    }
+    print(table(record.rows(), COLUMNS))
 
 
 if __name__ == "__main__":

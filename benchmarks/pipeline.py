@@ -1,123 +1,212 @@
 """Derived offloading in pipelines: step time and activation peak of each rank, with and without, beside the prediction.
 
     torchrun --standalone --nproc-per-node=4 -m benchmarks.pipeline --out results/pipeline_4.json
-    python -m benchmarks.pipeline --show results/pipeline_4.json    print a record
 
 Compute per saved byte grows with a model's width, so wide models offload for nothing where narrow ones do not. One of
-each is run by 1F1B and by a V-schedule: without offloading, and so that the first rank needs half of its memory.
-Where compute waits for that, also with what the link can carry meanwhile, and with more than it can carry.
-The record is written after each case. Without GPUs (``--small``) it only shows that it runs.
+each is run by 1F1B and by a V-schedule: without offloading, and so that the first rank needs half of its memory, while
+the others go as far as they can for nothing. The record is written after each case. Without GPUs (``--small``) the
+program only shows that it runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import json
 import os
+import statistics
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleDualPipeV, ScheduleZBVZeroBubble
 
-from benchmarks.pipeline_case import Case, Way, steady_bytes_per_s
-from benchmarks.pipeline_models import MODELS, SCHEDULES, SMALL, Model, Pipeline, described
-from benchmarks.pipeline_prediction import with_predictions, written_moves
-from benchmarks.pipeline_report import BOUND, HALF, NOTHING, summary
-from benchmarks.report import environment, write
+import offload.pipelining
+from benchmarks.instruments import GIB, Row, deterministic, give_memory_back, synchronize
+from benchmarks.pipeline_prediction import HALF, NOTHING, with_predictions, written_moves
+from benchmarks.report import Record, asked, table
+from benchmarks.workloads import DecoderBlock, loss_of
 from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.measuring.measure_link import measure_link
-from offload.pipelining import PipelinePlan, StageProfile
+from offload.pipelining import PipelineOffload, PipelinePlan, plan_pipeline
 from offload.planning.profile import Link
 
+SCHEDULES = {"1F1B": Schedule1F1B, "ZBV": ScheduleZBVZeroBubble, "DualPipeV": ScheduleDualPipeV}
 AIM = 0.43
 """What the first rank's peak is planned to be, of that without offloading: a bit less than the half asked for."""
 
-FREE_SLOWDOWN = 0.03
-"""A step that much longer still counts as free."""
 
-BOUND_SHARE = {"1F1B": 0.75, "ZBV": 0.5, "DualPipeV": 0.5}
-"""Share of the first rank's bytes that has the time for both copies, but not on this link if the model is narrow: in a
-V-schedule, the chunks of the first rank's second stage are needed at once."""
+@dataclass(frozen=True)
+class Model:
+    """Decoder blocks of one width, and the microbatch they get."""
 
-BUSY = 0.8
-"""From this share of the link on, in the predicted steady state, a step is recorded."""
-
-
-def run_case(
-    name: str, model: Model, links: Mapping[str, Link], device: torch.device, args: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """This rank's rows for one model under one schedule."""
-    pipeline = Pipeline(name, model, args.microbatches, device)
-    case = Case(pipeline, links["all at once"], device, args.min_bytes)
-    free, nothing = case.first_steps(), Way(NOTHING)
-    case.check(nothing)
-    free.bit_identical = nothing.bit_identical
-    case.time(nothing)
-    if free.plan is None:
-        raise RuntimeError("nothing was planned")
-    peak_bytes = from_first_rank(nothing.peak_bytes)
-    half = Way(HALF, case.plan(free.plan, memory_budget=budget_bytes(round(AIM * peak_bytes), nothing, free.plan)))
-    ways = [half]
-    if args.every_way or from_first_rank(half.plan.slowdown > FREE_SLOWDOWN):
-        more = case.plan_share(free.plan, BOUND_SHARE[name]) if dist.get_rank() == 0 else free.plan
-        ways += [free, Way(BOUND, more)]
-    for way in ways:
-        if way is not free:
-            case.check(way)
-        case.time(way)
-    for _ in range(args.repeats - 1):
-        for way in [nothing, *ways]:
-            case.time(way)
-    for way in ways:
-        predicted = steady_bytes_per_s(way.plan.timeline)
-        if args.every_way or from_first_rank(predicted >= BUSY * links["all at once"].duplex_bytes_per_s):
-            case.record(way)
-    return [row(way, nothing, case.profile, links) for way in [nothing, *ways]]
+    hidden: int
+    ffn: int
+    heads: int
+    layers: int
+    """Per rank."""
+    batch: int
+    tokens: int
+    dtype: torch.dtype = torch.bfloat16
 
 
-def budget_bytes(peak_bytes: int, nothing: Way, free: PipelinePlan) -> int:
-    """What is left for this rank's activation sets if its peak is to be ``peak_bytes``, workspace and all.
+MODELS = {
+    "4096": Model(4096, 11008, 32, layers=4, batch=2, tokens=4096),
+    "12288": Model(12288, 36864, 96, layers=4, batch=1, tokens=4096),
+}
+SMALL = {"small": Model(64, 172, 4, layers=2, batch=2, tokens=64, dtype=torch.float32)}
 
-    Only the first rank's compute may wait for it: the others go as far as they can for nothing.
+
+class Pipeline:
+    """One rank's stages of one model under one schedule."""
+
+    def __init__(self, name: str, model: Model, microbatches: int, device: torch.device) -> None:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        stages, mine = (world, [rank]) if name == "1F1B" else (2 * world, [rank, 2 * world - 1 - rank])
+        self.stages = [_stage(model, index, stages, model.layers // len(mine), device) for index in mine]
+        kind: Any = SCHEDULES[name]
+        self.schedule = kind(
+            self.stages[0] if name == "1F1B" else self.stages, microbatches, loss_fn=lambda output, _: loss_of(output)
+        )
+        shape = (microbatches * model.batch, model.tokens, model.hidden)
+        self._inputs = []
+        if any(stage.is_first for stage in self.stages):
+            self._inputs = [torch.randn(shape, dtype=model.dtype, device=device)]
+        self._targets = {}
+        if any(stage.is_last for stage in self.stages):
+            self._targets = {"target": torch.zeros(shape[0], device=device)}
+        self._parameters = [parameter for stage in self.stages for parameter in stage.submod.parameters()]
+        for parameter in self._parameters:
+            parameter.grad = torch.zeros_like(parameter)
+
+    def step(self) -> None:
+        """One training step without its optimizer; the gradients stay allocated."""
+        for gradient in self.gradients():
+            gradient.zero_()
+        self.schedule.step(*self._inputs, **self._targets, return_outputs=False)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Those of the last step."""
+        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+
+
+def _stage(model: Model, index: int, stages: int, layers: int, device: torch.device) -> PipelineStage:
+    torch.manual_seed(index)
+    with device:
+        blocks = [DecoderBlock(model.hidden, model.ffn, model.heads).to(model.dtype) for _ in range(layers)]
+    return PipelineStage(nn.Sequential(*blocks), index, stages, device)
+
+
+@dataclass
+class Way:
+    """One way to run a step, and what this rank measured."""
+
+    name: str
+    plan: PipelinePlan | None = None
+    times_s: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+    stats: Row = field(default_factory=dict)
+
+    @property
+    def step_s(self) -> float:
+        return statistics.median(self.times_s)
+
+
+class Case:
+    """One model under one schedule on this rank.
+
+    A GPU at its power limit changes its clocks from step to step, so the ways take turns.
     """
-    others = max(0, nothing.peak_bytes - free.peak_bytes_without)
-    return max(0 if dist.get_rank() == 0 else free.peak_bytes, peak_bytes - others)
+
+    def __init__(self, pipeline: Pipeline, link: Link, device: torch.device, min_bytes: int) -> None:
+        self._pipeline, self._link, self._device, self._min_bytes = pipeline, link, device, min_bytes
+
+    def measure(self, repeats: int) -> list[Row]:
+        """This rank's rows."""
+        options = {"link": self._link, "min_bytes": self._min_bytes, "device": self._device}
+        with offload.pipelining.attach(self._pipeline.schedule, **options) as handle:
+            self._pipeline.step()  # which is measured, and warms up
+            with deterministic():
+                self._pipeline.step()  # which plans, and offloads what is free
+        free, self.profile = handle.plan, handle.profile
+        if free is None or self.profile is None:
+            raise RuntimeError("the second step did not plan; was the first one cut off?")
+        nothing, half = Way(NOTHING), Way(HALF)
+        expected = [gradient.clone() for gradient in self._gradients(nothing)]
+        self.time(nothing)
+        # What is left for activation sets. Only the first rank's compute may wait for copies.
+        peak_bytes = round(AIM * from_first_rank(nothing.peak_bytes)) - max(
+            0, nothing.peak_bytes - free.peak_bytes_without
+        )
+        budget = max(0 if dist.get_rank() == 0 else free.peak_bytes, peak_bytes)
+        half.plan = plan_pipeline(free.actions, self.profile, self._link, parts=free.parts, memory_budget=budget)
+        offload.reserve_host_memory(half.plan.host_bytes, self._device)
+        same = all(map(torch.equal, expected, self._gradients(half)))
+        self.time(half)
+        for _ in range(repeats - 1):
+            self.time(nothing)
+            self.time(half)
+        return [self._row(nothing, nothing, True), self._row(half, nothing, same)]
+
+    def _gradients(self, way: Way) -> list[torch.Tensor]:
+        with self._offloading(way.plan) as handle, deterministic():
+            self._pipeline.step()
+        if handle is not None:
+            stats = handle.stats()
+            way.stats = {name: getattr(stats, name) for name in ("late_reloads", "wasted_bytes", "pinned_bytes")}
+        return self._pipeline.gradients()
+
+    def time(self, way: Way) -> None:
+        """One step, from idle ranks to idle ranks: its seconds, and this rank's activation peak."""
+        with self._offloading(way.plan), offload.memory_meter(self._device) as meter:
+            meet(self._device)
+            begin = time.perf_counter()
+            self._pipeline.step()
+            meet(self._device)
+            way.times_s.append(time.perf_counter() - begin)
+        way.peak_bytes = max(way.peak_bytes, meter.peak_bytes)
+
+    @contextmanager
+    def _offloading(self, plan: PipelinePlan | None) -> Iterator[PipelineOffload | None]:
+        if plan is None:
+            yield None
+            return
+        with offload.pipelining.attach(
+            self._pipeline.schedule,
+            profile=self.profile,
+            link=self._link,
+            parts=1,
+            min_bytes=self._min_bytes,
+            device=self._device,
+        ) as handle:
+            handle.plan = plan  # Made once, not for each turn.
+            yield handle
+
+    def _row(self, way: Way, nothing: Way, same: bool) -> Row:
+        found: Row = {"rank": dist.get_rank(), "offload": way.name, "bit_identical": same, "peak_bytes": way.peak_bytes}
+        found |= {"step_s": way.step_s, "times_s": way.times_s}
+        if way.plan is None:
+            return found
+        return found | {
+            "slowdown": way.step_s / nothing.step_s - 1,
+            "peak_saved": 1 - way.peak_bytes / nothing.peak_bytes,
+            "offloaded_bytes": way.plan.offloaded_bytes,
+            "saved_bytes": way.plan.saved_bytes,
+            **way.stats,
+            "actions": [repr(action) for action in way.plan.actions],
+            "parts": way.plan.parts,
+            "moves": written_moves(way.plan.schedule),
+            "profile": {stage: asdict(costs) for stage, costs in self.profile.items()},
+        }
 
 
-def row(way: Way, nothing: Way, profile: Mapping[int, StageProfile], links: Mapping[str, Link]) -> dict[str, Any]:
-    """What is recorded of one way on this rank."""
-    found: dict[str, Any] = {
-        "rank": dist.get_rank(),
-        "offload": way.name,
-        "step_s": way.step_s,
-        "times_s": way.times_s,
-        "peak_bytes": way.peak_bytes,
-        "bit_identical": way.bit_identical,
-    }
-    if way.plan is None:
-        return found
-    steady = way.steady_bytes_per_s
-    return found | {
-        "slowdown": way.step_s / nothing.step_s - 1,
-        "peak_saved": 1 - way.peak_bytes / nothing.peak_bytes,
-        "predicted_peak_bytes": way.plan.peak_bytes,
-        "predicted_peak_bytes_without": way.plan.peak_bytes_without,
-        "predicted_steady_bytes_per_s": steady_bytes_per_s(way.plan.timeline),
-        "offloaded_bytes": way.plan.offloaded_bytes,
-        "saved_bytes": way.plan.saved_bytes,
-        "steady_bytes_per_s": steady,
-        "steady_to_link": {what: steady and steady / link.duplex_bytes_per_s for what, link in links.items()},
-        **way.stats,
-        "actions": [repr(action) for action in way.plan.actions],
-        "parts": way.plan.parts,
-        "moves": written_moves(way.plan.schedule),
-        "profile": {stage: asdict(costs) for stage, costs in profile.items()},
-    }
+def meet(device: torch.device) -> None:
+    """All ranks have come here, and their devices are idle."""
+    synchronize(device)
+    dist.barrier()
 
 
 def measure_links(device: torch.device) -> dict[str, Link]:
@@ -147,67 +236,57 @@ def from_first_rank(value: Any) -> Any:
     return values[0]
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--out", type=Path, help="write the record here as JSON, after each case")
-    parser.add_argument("--show", type=Path, help="print this record and measure nothing")
-    parser.add_argument("--schedules", nargs="+", default=["1F1B", "ZBV"], choices=SCHEDULES)
-    parser.add_argument("--widths", nargs="+", default=["12288", "4096"], choices=[*MODELS])
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument(
-        "--every-way", action="store_true", help="all ways and a recorded step of each, whatever the model"
-    )
-    parser.add_argument("--small", action="store_true", help="a model for the CPU, every way")
-    return parser.parse_args()
+COLUMNS = {
+    "schedule": "schedule",
+    "width": "width",
+    "rank": "rank",
+    "offload": "offload",
+    "ms": ("step_s", 1e-3),
+    "longer %": ("slowdown", 0.01),
+    "predicted": ("predicted_slowdown", 0.01),
+    "GiB": ("peak_bytes", GIB),
+    "saved %": ("peak_saved", 0.01),
+    "predicted saved": ("predicted_peak_saved", 0.01),
+    "same bits": "bit_identical",
+}
 
 
 def main() -> None:
     """Run all cases; the first rank prints and writes."""
-    args = _arguments()
-    if args.show:
-        print(summary(json.loads(args.show.read_text("utf-8"))["rows"]))
-        return
-    args.every_way |= args.small
-    args.min_bytes = 1024 if args.small else DEFAULT_MIN_BYTES
-    cuda = torch.cuda.is_available() and not args.small
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
+    parser = argparse.ArgumentParser(description="Measure offloading in a pipeline.")
+    parser.add_argument("--schedules", nargs="+", default=["1F1B", "ZBV"], choices=SCHEDULES)
+    parser.add_argument("--widths", nargs="+", default=["12288", "4096"], choices=[*MODELS])
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments, device = asked(parser, "results/pipeline.json")
+    small, min_bytes = arguments.small, 1024 if arguments.small else DEFAULT_MIN_BYTES
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
-    is_first = dist.get_rank() == 0
-    begin = time.perf_counter()
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None
+    )
+    models = SMALL if small else {width: MODELS[width] for width in arguments.widths}
+    options = {"microbatches": arguments.microbatches, "repeats": arguments.repeats, "aim": AIM}
     links = measure_links(device)
-    models = SMALL if args.small else {width: MODELS[width] for width in args.widths}
-    record = {
-        **environment(device),
-        "options": {
-            "ranks": dist.get_world_size(),
-            "microbatches": args.microbatches,
-            "repeats": args.repeats,
-            "aim": AIM,
-        },
-        "models": {width: described(model) for width, model in models.items()},
-        "links": gather({what: asdict(link) for what, link in links.items()}),
-        "rows": [],
-    }
-    if is_first:
-        print(*(f"{what}: {link}" for what, link in links.items()), sep="\n", flush=True)
-    for name in args.schedules:
+    record = Record(
+        arguments,
+        device,
+        options={"ranks": dist.get_world_size(), **options},
+        models={width: asdict(model) | {"dtype": str(model.dtype)} for width, model in models.items()},
+        links=gather({what: asdict(link) for what, link in links.items()}),
+    )
+    for name in arguments.schedules:
         for width, model in models.items():
-            if is_first:
-                print(f"[{time.perf_counter() - begin:6.1f} s] {name}, width {width}:", flush=True)
-            mine = run_case(name, model, links, device, args)
+            pipeline = Pipeline(name, model, arguments.microbatches, device)
+            mine = Case(pipeline, links["all at once"], device, min_bytes).measure(arguments.repeats)
             rows = [{"schedule": name, "width": width, **row} for found in gather(mine) for row in found]
-            rows = with_predictions({**record, "rows": rows})["rows"]
-            record["rows"] += rows
-            if is_first:
-                print(summary(rows), flush=True)
-            if is_first and args.out is not None:
-                write(args.out, record)
-            gc.collect()
-            if cuda:
-                torch.cuda.empty_cache()
+            if dist.get_rank() == 0:
+                rows = with_predictions({**record.found, "rows": rows})["rows"]
+                print(table(rows, COLUMNS), flush=True)
+                record.add(*rows, instead_of=["schedule", "width"])
+            del pipeline
+            give_memory_back(device)
     dist.destroy_process_group()
 
 

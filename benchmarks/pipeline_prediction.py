@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.pipeline_report import NOTHING
 from offload.pipelining import PipelinePlan, StageProfile
 from offload.pipelining.order import read_actions
 from offload.pipelining.rank_step import RankStep
@@ -18,6 +17,8 @@ from offload.planning.profile import Link
 from offload.schedule.points import Move, Point
 from offload.schedule.schedule import Schedule
 
+NOTHING, HALF = "nothing", "half on rank 0"
+"""The ways to run a step."""
 MIN_BYTES = 1 << 20
 """Tensors below this size were not offloaded in the records that list no tensors."""
 

@@ -30,10 +30,10 @@ import torch
 from torch import nn
 
 import offload
-from benchmarks.instruments import Row, limit_memory, peak_bytes, pinned_by_torch, reset_peak, timed
-from benchmarks.llama_8b import GIB, SHAPE, SMALL, Training
+from benchmarks.instruments import GIB, Row, limit_memory, peak_bytes, pinned_by_torch, reset_peak, timed
 from benchmarks.longest_context import Lengths, in_blocks, search
-from benchmarks.report import asked, environment, table, write
+from benchmarks.models import SHAPE, SMALL, Training
+from benchmarks.report import Record, asked, table
 from offload.device.select import resolve_device
 from offload.optimizer.chunks import NUM_SLOTS
 from offload.optimizer.stream import CHUNK_BYTES
@@ -58,19 +58,13 @@ GRAIN = 4096
 """Lengths that are tried are multiples of so many tokens."""
 
 
-class FineTune(Training):
-    """The model, without gradients until backward makes them."""
-
-    has_gradients = False
-
-
-class Deep(FineTune):
+class Deep(Training):
     """A model with more layers, of which each is made on the device and then put where it is to begin."""
 
     def __init__(self, device: torch.device, tokens: int, layers: int, *, small: bool, on_host: bool) -> None:
         shape = (SMALL if small else SHAPE) | {"num_hidden_layers": 1}
-        super().__init__(device, tokens, small=small, shape=shape, dtype=torch.bfloat16)
-        inner, config = self._model.model, self._model.config
+        super().__init__(device, tokens, small=small, shape=shape, dtype=torch.bfloat16, has_gradients=False)
+        inner, config = self.model.model, self.model.config
         config.num_hidden_layers = layers
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types * layers
@@ -83,7 +77,7 @@ class Deep(FineTune):
                 if parameter.ndim > 1:
                     parameter.data.normal_(std=config.initializer_range)
             inner.layers.append(layer.to(place))
-        self.optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-5, fused=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
 
 
 def step(model: Training) -> None:
@@ -102,7 +96,7 @@ def model_of(arguments: argparse.Namespace, device: torch.device) -> Training:
     """The model that a process trains."""
     small, tokens = arguments.small, arguments.tokens[0]
     if not arguments.layers:
-        return FineTune(device, tokens, small=small, dtype=torch.bfloat16)
+        return Training(device, tokens, small=small, dtype=torch.bfloat16, has_gradients=False)
     weights = 2 * parameters_of(arguments.layers, small=small)
     on_host = weights > budget_of(arguments.one, small=small) / 2
     return Deep(device, tokens, arguments.layers, small=small, on_host=on_host)
@@ -240,8 +234,7 @@ def run(arguments: argparse.Namespace, budget_gib: float, tokens: int, *more: st
         row["error"] = f"cut after {most_s:.0f} s; {steps[-1] if steps else 'no step was over'}"
     print(said[-4000:], file=sys.stderr)
     print(row.pop("table", ""), row, sep="\n", flush=True)
-    known = environment(torch.device("cpu"))
-    return row | {key: known[key] for key in ("commit", "date")}
+    return row
 
 
 def parameters_of(layers: int, *, small: bool) -> int:
@@ -294,6 +287,22 @@ def find_longest(arguments: argparse.Namespace, budget_gib: float) -> Row:
     }
 
 
+COLUMNS = {
+    "tokens": "tokens",
+    "longest": "longest_tokens",
+    "budget": ("budget_bytes", GIB),
+    "recipe": "recipe",
+    "s": "step_s",
+    "predicted": "predicted_s",
+    "GiB": ("peak_bytes", GIB),
+    "predicted GiB": ("predicted_peak_bytes", GIB),
+    "layers": "layers",
+    "1e9 parameters": ("parameters", 1e9),
+    "of the limit": "of_limit",
+    "": "error",
+}
+
+
 def main() -> None:
     """Measure all rows, print the table, write the record."""
     parser = argparse.ArgumentParser(description="Fine-tune Llama-8B's shape in full within memory budgets.")
@@ -309,76 +318,36 @@ def main() -> None:
     parser.add_argument("--by-hand", action="store_true", help="each recipe that fits, too")
     parser.add_argument("--largest", action="store_true", help="the largest model, and no other rows")
     parser.add_argument("--longest", action="store_true", help="the longest sequences, and no other rows")
-    parser.add_argument("--merge", action="store_true", help="keep the rows of the record")
     arguments, device = asked(parser, "results/recipe.json")
     if arguments.one is not None:
         logging.basicConfig(format="%(relativeCreated)d ms %(message)s")
         logging.getLogger("offload").setLevel(logging.INFO)
         print(json.dumps(measure(arguments)))
         return
-    before = json.loads(arguments.out.read_text("utf-8")) if arguments.merge and arguments.out.exists() else {}
-    record: dict[str, Any] = before | environment(device) | {"small": arguments.small}
-    parts = {"largest": arguments.largest, "longest": arguments.longest, "by_hand": arguments.by_hand}
-    lists = {name: record.setdefault(name, []) for name in ("rows", *(part for part in parts if parts[part]))}
-
-    def keep(part: str, row: Row, *keys: str) -> None:
-        """In place of an older row of the same budget."""
-        same = [one for one in lists[part] if all(one.get(key) == row.get(key) for key in ("budget_bytes", *keys))]
-        for one in same:
-            lists[part].remove(one)
-        lists[part].append(row)
-        write(arguments.out, record)
-
-    for budget in arguments.budgets if arguments.largest or arguments.longest else ():
+    record = Record(arguments, device)
+    for budget in arguments.budgets:
         if arguments.largest:
-            keep("largest", find_largest(arguments, budget, arguments.tokens[0]), "tokens")
+            row = find_largest(arguments, budget, arguments.tokens[0])
+            record.add(row, part="largest", instead_of=["budget_bytes", "tokens"])
         if arguments.longest:
-            keep("longest", find_longest(arguments, budget))
-    if arguments.largest or arguments.longest:
-        print(table([shown_found(row) for part in ("largest", "longest") for row in lists.get(part, ())]))
-        return
-    for tokens in arguments.tokens:
+            record.add(find_longest(arguments, budget), part="longest", instead_of=["budget_bytes"])
+    for tokens in () if arguments.largest or arguments.longest else arguments.tokens:
         for budget in (0, *arguments.budgets):
-            keep("rows", run(arguments, budget, tokens), "tokens")
+            record.add(run(arguments, budget, tokens), instead_of=["budget_bytes", "tokens"])
             for recipe in fitting(budget, arguments) if budget and arguments.by_hand else ():
-                row = run(arguments, budget, tokens, "--recipe", str(recipe))
-                keep("by_hand", {"recipe": str(RECIPES[recipe])} | row, "tokens", "recipe")
-    rows = lists["rows"]
-    print(table([shown(row, rows) for row in rows] + [shown(row, rows) for row in lists.get("by_hand", ())]))
+                row = {"recipe": str(RECIPES[recipe])} | run(arguments, budget, tokens, "--recipe", str(recipe))
+                record.add(row, part="by_hand", instead_of=["budget_bytes", "tokens", "recipe"])
+    print(table([row for part in ("rows", "by_hand", "largest", "longest") for row in record.rows(part)], COLUMNS))
 
 
 def fitting(budget_gib: float, arguments: argparse.Namespace) -> list[int]:
     """The numbers of the recipes that fit, but for the CPU's: it does not step in float32."""
     small = arguments.small
     with torch.device("meta"):
-        model = FineTune(torch.device("meta"), 64, small=small, dtype=torch.bfloat16)
+        model = Training(torch.device("meta"), 64, small=small, dtype=torch.bfloat16, has_gradients=False)
     budget, host = (budget_of(one, small=small) for one in (budget_gib, arguments.host))
     found = without_activations(bytes_of(model.module, model.layers), int(0.9 * budget), host).recipes
     return [number for number, one in enumerate(found) if not one.reason and one.recipe.optimizer != "cpu"]
-
-
-def shown(row: Row, rows: list[Row]) -> Row:
-    """A row as people read it."""
-    found: Row = {"tokens": row["tokens"], "budget GiB": row["budget_bytes"] / GIB or "all on the device"}
-    if "error" in row:
-        return found | {"note": row["error"][:80]}
-    [beside] = [one for one in rows if one["tokens"] == row["tokens"] and not one["budget_bytes"]] or [{}]
-    found |= {"recipe": row.get("recipe", "checkpointed"), "step s": row["step_s"], "peak GiB": row["peak_bytes"] / GIB}
-    if "step_s" in beside:
-        found["x all on the device"] = row["step_s"] / beside["step_s"]
-    if "predicted_s" in row:
-        found["predicted s, %"] = 100 * (row["predicted_s"] / row["step_s"] - 1)
-        found["predicted GiB, %"] = 100 * (row["predicted_peak_bytes"] / max(1, row["peak_bytes"]) - 1)
-    return found
-
-
-def shown_found(row: Row) -> Row:
-    """A row of what was looked for."""
-    found: Row = {"budget GiB": row["budget_bytes"] / GIB, "tokens": row.get("longest_tokens", row.get("tokens"))}
-    if "limit_parameters" in row:
-        found |= {"layers": row["layers"], "1e9 parameters": row.get("parameters", 0) / 1e9}
-        found |= {"limit": row["limit_parameters"] / 1e9, "of the limit": row["of_limit"]}
-    return found | {key: row.get(key) for key in ("step_s", "tokens_per_s", "recipe", "error")}
 
 
 if __name__ == "__main__":

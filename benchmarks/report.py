@@ -18,9 +18,10 @@ from offload.device.select import resolve_device
 
 
 def asked(parser: argparse.ArgumentParser, out: str) -> tuple[argparse.Namespace, torch.device]:
-    """What the command line says, with ``--out`` and ``--small`` beside the parser's options, and the device."""
+    """What the command line says, with the options of all commands beside the parser's, and the device."""
     parser.add_argument("--out", type=Path, default=Path(out))
     parser.add_argument("--small", action="store_true", help="small sizes, for a CPU")
+    parser.add_argument("--merge", action="store_true", help="keep what the record says about other rows")
     arguments, device = parser.parse_args(), resolve_device(None)
     if device.type == "cpu" and not arguments.small:
         parser.error("the sizes are made for a GPU; give --small on a CPU")
@@ -47,13 +48,45 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def continued(arguments: argparse.Namespace, device: torch.device, link: Any) -> dict[str, Any]:
-    """The record of this run; with ``--merge``, with the rows that the file has of models beside ``--only``."""
-    record: dict[str, Any] = {}
-    if arguments.merge and arguments.out.exists():
-        record = json.loads(arguments.out.read_text("utf-8"))
-    rows = [row for row in record.get("rows", ()) if row["model"] not in arguments.only]
-    return record | environment(device) | {"small": arguments.small, "link": vars(link), "rows": rows}
+class Record:
+    """What a command measures, in a file that is whole after each row.
+
+    Args:
+        arguments: Of the command line.
+        device: Where it is measured.
+        facts: What else the record says.
+
+    Raises:
+        ValueError: The rows that ``--merge`` is to keep are from another GPU or PyTorch.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, device: torch.device, **facts: Any) -> None:
+        here = environment(device)
+        self.run = {key: here[key] for key in ("commit", "date")}
+        self.path = arguments.out
+        kept: dict[str, Any] = {}
+        if arguments.merge and self.path.exists():
+            kept = json.loads(self.path.read_text("utf-8"))
+            there = kept["hardware"]["gpu"], kept["versions"]["torch"]
+            if there != (here["hardware"]["gpu"], here["versions"]["torch"]):
+                raise ValueError(f"{self.path} must be of this GPU and PyTorch, got {there}; give another --out")
+        self.found: dict[str, Any] = {"rows": []} | kept | here | {"small": arguments.small} | facts
+
+    def rows(self, part: str = "rows") -> list[dict[str, Any]]:
+        """The rows of a part, which are written."""
+        found: list[dict[str, Any]] = self.found.setdefault(part, [])
+        return found
+
+    def add(self, *rows: dict[str, Any], part: str = "rows", instead_of: Sequence[str] = ()) -> None:
+        """Write rows, in place of those that have the same values of some keys."""
+        new = {tuple(row.get(key) for key in instead_of) for row in rows} if instead_of else set()
+        kept = [one for one in self.rows(part) if tuple(one.get(key) for key in instead_of) not in new]
+        self.found[part] = [*kept, *(row | self.run for row in rows)]
+        self.write()
+
+    def write(self) -> None:
+        """Write what is there so far."""
+        write(self.path, self.found)
 
 
 def write(path: Path, record: Mapping[str, Any]) -> None:
@@ -64,9 +97,16 @@ def write(path: Path, record: Mapping[str, Any]) -> None:
     beside.replace(path)
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows of equal keys as a table."""
-    return tabulate([dict(row) for row in rows], headers="keys", floatfmt=".2f", missingval="")
+def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str | tuple[str, float]] | None = None) -> str:
+    """Rows as a table: all of their values; or by title, the key of a value, and what the value is divided by."""
+
+    def cell(row: Mapping[str, Any], of: str | tuple[str, float]) -> Any:
+        key, unit = (of, 0.0) if isinstance(of, str) else of
+        value = row.get(key)
+        return value[:80] if isinstance(value, str) else value / unit if unit and value is not None else value
+
+    shown = [{title: cell(row, of) for title, of in columns.items()} if columns else dict(row) for row in rows]
+    return tabulate(shown, headers="keys", floatfmt=".2f", missingval="")
 
 
 def _head() -> str:

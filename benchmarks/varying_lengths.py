@@ -13,14 +13,12 @@ is counted in Python, so that seconds say little there.
 from __future__ import annotations
 
 import argparse
-import logging
 import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import pairwise
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -28,9 +26,9 @@ import torch
 import transformers
 
 import offload
-from benchmarks.instruments import Row, attempt, give_memory_back, metered, synchronize
+from benchmarks.instruments import GIB, Row, attempt, give_memory_back, metered, synchronize
 from benchmarks.models import checkpointing_method, llama
-from benchmarks.report import asked, environment, table, write
+from benchmarks.report import Record, asked, table
 from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.base.checks import format_bytes
 
@@ -49,8 +47,6 @@ TRIES = 6
 """Plans by hand, each for less memory than the one before, until a step keeps to the budget."""
 PROFILED = 5
 """Steps whose median is the profile of the plan by hand."""
-SETTLED = 50
-"""The first steps of each run do not count to the second ratio: plans are compared in them, and memory is pinned."""
 
 Batch = dict[str, torch.Tensor]
 
@@ -113,7 +109,7 @@ class Peaks:
 
 
 class Run(transformers.Trainer):
-    """A training that takes its batches in their order, and notes the peak, the end and the loss of each step.
+    """A training that takes its batches in their order, and notes the peak and the loss of each step.
 
     Args:
         model: The model.
@@ -133,7 +129,6 @@ class Run(transformers.Trainer):
         every: int,
     ) -> None:
         self.peaks_bytes: list[int] = []
-        self.ends_s: list[float] = []
         self.states: list[str] = []
         self.losses: list[torch.Tensor] = []
         self.handle: Any = None  # of offloading, whose state is noted
@@ -168,7 +163,6 @@ class Run(transformers.Trainer):
         """Forward and backward of one batch."""
         loss, peak_bytes = self._peaks.of(partial(super().training_step, *given, **options))
         self.peaks_bytes.append(peak_bytes)
-        self.ends_s.append(time.perf_counter())
         self.losses.append(loss)
         self.states.append(getattr(self.handle, "state", ""))
         return loss
@@ -181,45 +175,6 @@ class Run(transformers.Trainer):
         synchronize(self.model.device)
         self._folder.cleanup()
         return time.perf_counter() - begin
-
-
-class Messages(logging.Handler):
-    """What the library says of its plans while a model is trained, each message with the number of steps before it.
-
-    Args:
-        steps: Tells how many there were so far.
-    """
-
-    def __init__(self, steps: Callable[[], int]) -> None:
-        super().__init__(logging.INFO)
-        self.found: list[tuple[int, str]] = []
-        self._steps = steps
-        self._loggers = [logging.getLogger(name) for name in ("offload.measuring", "py.warnings")]
-        self._level = self._loggers[0].level
-        self._warnings = warnings.catch_warnings()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Note a message."""
-        said = record.getMessage()
-        if record.name != "py.warnings" or "memory_budget" in said:
-            said = said.partition("Warning: ")[2].partition("\n")[0] or said  # without the file that it is said in
-            self.found.append((self._steps(), said.strip()))
-
-    def __enter__(self) -> Messages:
-        self._warnings.__enter__()
-        warnings.simplefilter("always")
-        logging.captureWarnings(True)
-        self._loggers[0].setLevel(logging.INFO)
-        for logger in self._loggers:
-            logger.addHandler(self)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for logger in self._loggers:
-            logger.removeHandler(self)
-        self._loggers[0].setLevel(self._level)
-        logging.captureWarnings(False)
-        self._warnings.__exit__(*error)
 
 
 class Case:
@@ -253,14 +208,9 @@ class Case:
         self._train(by_hand, self.batches[half:], around=self._follow)
         self._train(rows[2], self.batches)
         self._train(rows[3], self.batches, around=checkpointed)
-        settled = [number for number in range(len(self.batches)) if number % half >= SETTLED]
         for row in rows:
             if "error" not in row and "error" not in by_hand:
                 row["ratio"] = row["train_s"] / by_hand["train_s"]
-                steps_s = [[one["steps_s"][number] for number in settled] for one in (row, by_hand)]
-                row["settled_ratio"] = math.fsum(steps_s[0]) / math.fsum(steps_s[1]) if settled else None
-        for row in rows:
-            row.pop("steps_s", None)
         return rows
 
     def _prepare(self) -> None:
@@ -301,7 +251,7 @@ class Case:
         """Train a new model, and add what its steps took to the row."""
         give_memory_back(self.device)
         attempt(row, lambda: self._trained(row, data, **options))
-        print({name: value for name, value in row.items() if name != "steps_s"}, flush=True)
+        print(row, flush=True)
 
     def _trained(
         self,
@@ -312,10 +262,8 @@ class Case:
         model = build(self.device, small=self.small)
         with Peaks(self.device) as peaks:
             run = Run(model, data, self.evaluated, peaks, max(1, len(self.batches) // EVALUATIONS))
-            with Messages(lambda: len(run.states)) as messages, around(model) as run.handle:
+            with around(model) as run.handle:
                 row["train_s"] = row.get("train_s", 0.0) + run.run()
-        ends_s = [run.ends_s[0], *run.ends_s]
-        row["steps_s"] = row.get("steps_s", []) + [end - begin for begin, end in pairwise(ends_s)]
         row["peak_bytes"] = max(row.get("peak_bytes", 0), *run.peaks_bytes)
         first = 0 if data[0] is self.batches[0] else len(self.batches) - len(data)
         over = [
@@ -325,27 +273,9 @@ class Case:
         ]
         row["over_budget"] = row.get("over_budget", []) + over
         row["measuring"] = [number for number, state in enumerate(run.states) if state == "measuring"]
-        row["messages"] = row.get("messages", []) + messages.found
         if first == 0:  # a run of the second half begins with other weights
             self._losses = self._losses or run.losses
             row["same_losses"] = all(map(torch.equal, self._losses, run.losses))
-
-    def shown(self, row: Row) -> Row:
-        """A row as people read it."""
-        if "error" in row:
-            return {"what": row["what"], "note": row["error"][:80]}
-        most = max((one["bytes"] for one in row["over_budget"]), default=0)
-        return {
-            "what": row["what"],
-            "s": row["train_s"],
-            "x plan by hand": row.get("ratio"),
-            "x, settled": row.get("settled_ratio"),
-            "peak": format_bytes(row["peak_bytes"]),
-            "measuring steps": len(row["measuring"]),
-            "steps over the budget": len(row["over_budget"]),
-            "by at most, %": 100 * most / self.budget_bytes,
-            "losses": "same" if row["same_losses"] else "differ",
-        }
 
 
 @contextmanager
@@ -364,11 +294,26 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     case = Case(device, arguments.steps, small=arguments.small, share=arguments.share)
     rows = case.measure()
-    facts = {"steps": arguments.steps, "share": arguments.share, "small": arguments.small}
-    facts |= {"budget_bytes": case.budget_bytes, "most_bytes": case.most_bytes}
-    write(arguments.out, environment(device) | facts | {"rows": rows})
-    print(f"budget {format_bytes(case.budget_bytes)} of {format_bytes(case.most_bytes)}")
-    print(table([case.shown(row) for row in rows]))
+    facts = {"steps": arguments.steps, "share": arguments.share}
+    record = Record(arguments, device, **facts, budget_bytes=case.budget_bytes, most_bytes=case.most_bytes)
+    record.add(*rows, instead_of=["what"])
+    for row in rows:
+        over = [one["bytes"] for one in row.get("over_budget", ())]
+        row |= {"over": len(over), "most_over_bytes": max(over, default=0), "measured": len(row.get("measuring", ()))}
+    columns = {
+        "": "what",
+        "s": "train_s",
+        "x plan by hand": "ratio",
+        "GiB": ("peak_bytes", GIB),
+        "measured steps": "measured",
+        "steps over the budget": "over",
+        "by at most": ("most_over_bytes", GIB),
+        "same losses": "same_losses",
+        "note": "error",
+    }
+    print(
+        f"budget {format_bytes(case.budget_bytes)} of {format_bytes(case.most_bytes)}", table(rows, columns), sep="\n"
+    )
 
 
 if __name__ == "__main__":

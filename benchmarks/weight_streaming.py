@@ -6,10 +6,7 @@ First the step with all weights on the device, which gives the compute time of e
 limited to less than half of the weights, and the same step runs streamed, for a number of tokens where compute
 binds and for one where the link binds. A step's limit is, for forward and backward by themselves, the larger of the
 compute time and the time in which the link alone moves the same bytes in both directions; all three are measured in
-this run. FSDP2 with ``CPUOffloadPolicy`` does the same work under the same memory limit. At the end, the same model
-and a small one are trained for 20 steps both ways, without a limit, and the losses are compared. The optimizer's step
-is computed by the host in one and by the device in the other, so there is a third way: weights on the device, step on
-the host.
+this run. FSDP2 with ``CPUOffloadPolicy`` does the same work under the same memory limit.
 """
 
 import argparse
@@ -17,22 +14,145 @@ import gc
 import os
 import statistics
 import time
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import offload
 from benchmarks.instruments import BLOCKING_CALLS, limit_memory, peak_bytes, reset_peak, synchronize, timed
-from benchmarks.report import asked, environment, table, write
-from benchmarks.weight_losses import TRAINED, loss_curves
-from benchmarks.weight_steps import LARGE, SMALL, Size, Stack, Step, Times
+from benchmarks.report import Record, asked, table
+from benchmarks.workloads import DecoderBlock, loss_of
 from offload.device.select import get_backend
 from offload.host.page_locked import page_locked
 
 GB = 1e9
-SHOWN = ("tokens", "step_s", "limit_s", "ratio_to_limit", "fsdp_s", "peak_device_bytes", "loads_per_step")
-"""What is printed of a row."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """What is measured: a stack of decoder blocks, and inputs for it."""
+
+    hidden: int
+    ffn: int
+    heads: int
+    layers: int
+    dtype: torch.dtype
+    few: tuple[int, int]
+    """Batch and tokens where the link binds; each layer is recomputed."""
+    many: tuple[int, int]
+    """Batch and tokens where compute binds; each layer is recomputed and most of their inputs are offloaded."""
+    offloaded: int
+    """How many layers' inputs are offloaded with ``many`` tokens."""
+
+    def build(self, device: torch.device) -> nn.ModuleList:
+        """The layers."""
+        torch.manual_seed(0)
+        with torch.device(device):
+            return nn.ModuleList(
+                DecoderBlock(self.hidden, self.ffn, self.heads).to(self.dtype) for _ in range(self.layers)
+            )
+
+    def inputs(self, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
+        """One microbatch, which requires a gradient."""
+        return torch.randn(*shape, self.hidden, device=device, dtype=self.dtype).requires_grad_()
+
+
+LARGE = Size(4096, 11008, 32, 48, torch.bfloat16, (1, 2048), (4, 4096), 40)
+SMALL = Size(64, 172, 4, 6, torch.float32, (1, 32), (2, 64), 3)
+
+
+@dataclass
+class Times:
+    """Seconds of the parts of a step, a value for each repeat."""
+
+    forward_s: list[float]
+    backward_s: list[float]
+
+    @property
+    def step_s(self) -> float:
+        """Median of the whole step."""
+        return statistics.median(map(sum, zip(self.forward_s, self.backward_s, strict=True)))
+
+    def medians(self) -> tuple[float, float]:
+        """Of forward and of backward."""
+        return statistics.median(self.forward_s), statistics.median(self.backward_s)
+
+
+class Stack(nn.Module):
+    """The layers one after the other, each recomputed, the inputs of the first ``offloaded`` offloaded."""
+
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = layers
+        self.offload(0)
+
+    def offload(self, offloaded: int, device: torch.device | None = None) -> None:
+        """Offload so many layers' inputs from now on."""
+        self.context, self.sync = offload.get_cpu_offload_context(
+            offloaded > 0, max(offloaded, 1), len(self.layers), min_bytes=1, device=device
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The loss."""
+        for layer in self.layers:
+            with self.context:
+                y = checkpoint(layer, x, use_reentrant=False)
+            x = self.sync(y)
+        return loss_of(x)
+
+
+class Step:
+    """Forward and backward."""
+
+    def __init__(self, model: nn.Module, x: torch.Tensor) -> None:
+        self.model = model
+        self.x = x
+
+    def __call__(self) -> None:
+        self.model(self.x).backward()
+
+    def zero_grad(self) -> None:
+        """As an optimizer does it."""
+        self.model.zero_grad()
+        self.x.grad = None
+
+    def measure(self, *, warmup: int, repeats: int) -> Times:
+        """Both phases, from an idle device to an idle device; gradients are ``None`` at the start."""
+        times = Times([], [])
+        for number in range(warmup + repeats):
+            self.zero_grad()
+            synchronize(self.x.device)
+            begin = time.perf_counter()
+            loss = self.model(self.x)
+            reached = _mark(self.x.device)
+            loss.backward()
+            synchronize(self.x.device)
+            end = time.perf_counter()
+            if number >= warmup:
+                forward_s = reached(begin)
+                times.forward_s.append(forward_s)
+                times.backward_s.append(end - begin - forward_s)
+        return times
+
+
+def _mark(device: torch.device) -> Callable[[float], float]:
+    """When compute reaches this point of the program: a function from a host time to the seconds since then."""
+    if device.type == "cpu":
+        now = time.perf_counter()
+        return lambda begin: now - begin
+    reached, idle = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    reached.record()
+
+    def since(begin: float) -> float:
+        idle.record()
+        idle.synchronize()
+        return time.perf_counter() - begin - reached.elapsed_time(idle) / 1e3
+
+    return since
 
 
 def copy_s(device: torch.device, nbytes: int, h2d: int, d2h: int) -> float:
@@ -56,12 +176,6 @@ def copy_s(device: torch.device, nbytes: int, h2d: int, d2h: int) -> float:
 
     run()
     return statistics.median(run() for _ in range(3))
-
-
-def resident_bytes() -> int:
-    """Host memory of this process."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def blocking_calls(step: Step) -> dict[str, int]:
@@ -98,7 +212,6 @@ def streamed_rows(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The streamed steps with their limits, and what else was seen."""
     rows = []
-    before = resident_bytes()
     begin = time.perf_counter()
     with offload.stream_weights(model.layers, device, num_slots=arguments.slots) as handle:
         extra: dict[str, Any] = {"setup_s": time.perf_counter() - begin}
@@ -145,22 +258,13 @@ def streamed_rows(
             if device.type == "cuda":
                 extra[f"blocking_calls_{name}"] = blocking_calls(step)
             if name == "few":
-                extra["accumulating_s"] = accumulating_s(step, device)
-                stats = handle.stats()
-                extra["host_bytes"] = resident_bytes() - before
-                accounted = stats.weight_bytes + stats.gradient_host_bytes + stats.staging_bytes
-                extra["host_ratio"] = extra["host_bytes"] / accounted
-                extra["staging_waits"] = stats.staging_waits
+                # A microbatch whose gradients are added to those of an earlier one.
+                extra["accumulating_s"] = statistics.median(timed(step, device) for _ in range(3))
             else:
                 extra["stats"] = vars(handle.stats())  # steps in backward free the gradients on the host
                 extra |= optimizer_steps(step, device)
             step.zero_grad()
     return rows, extra
-
-
-def accumulating_s(step: Step, device: torch.device) -> float:
-    """Seconds of a microbatch whose gradients are added to those of an earlier one."""
-    return statistics.median(timed(step, device) for _ in range(3))
 
 
 def optimizer_steps(step: Step, device: torch.device) -> dict[str, float]:
@@ -232,7 +336,6 @@ def main() -> None:
     model = Stack(size.build(device))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    print(f"{parameters / 1e9:.2f} billion parameters, {weight_bytes / GB:.2f} GB")
     alone = {}
     for name, shape, _ in cases(size):
         step = Step(model, size.inputs(shape, device))
@@ -246,34 +349,20 @@ def main() -> None:
         torch.cuda.empty_cache()
         fsdp = fsdp_rows(size, model, device, min(arguments.repeats, 3))
     for row in rows:
-        other = next((r for r in fsdp if r["case"] == row["case"]), {})
-        row["fsdp_s"] = other.get("step_s")
-        row["faster_than_fsdp"] = row["fsdp_s"] / row["step_s"] if row["fsdp_s"] else None
-    del model
-    trained, steps = (SMALL, 3) if arguments.small else (TRAINED, 20)
-    curves = loss_curves(size, trained, device, steps)
-    print(table([{key: row[key] for key in SHOWN} for row in rows]))
-    for row in fsdp:
-        if "error" in row:
-            print(f"FSDP2, {row['case']}: {row['error']}")
-    print(table([{key: value for key, value in row.items() if key != "losses"} for row in curves]))
-    for key, value in extra.items():
-        print(f"{key}: {value}")
-    write(
-        arguments.out,
-        {
-            **environment(device),
-            "small": arguments.small,
-            "link": vars(link),
-            "parameters": parameters,
-            "weight_bytes": weight_bytes,
-            "memory_limit_bytes": arguments.memory * weight_bytes,
-            "rows": rows,
-            "fsdp": fsdp,
-            "loss_curves": curves,
-            **extra,
-        },
-    )
+        row["fsdp_s"] = next((other.get("step_s") for other in fsdp if other["case"] == row["case"]), None)
+    facts = {"link": vars(link), "parameters": parameters, "weight_bytes": weight_bytes}
+    record = Record(arguments, device, **facts, memory_limit_bytes=arguments.memory * weight_bytes, fsdp=fsdp, **extra)
+    record.add(*rows, instead_of=["case"])
+    columns = {
+        "tokens": "tokens",
+        "step ms": ("step_s", 1e-3),
+        "limit ms": ("limit_s", 1e-3),
+        "to limit": "ratio_to_limit",
+        "FSDP2 ms": ("fsdp_s", 1e-3),
+        "device GB": ("peak_device_bytes", GB),
+        "loads": "loads_per_step",
+    }
+    print(table(rows, columns), *(f"{key}: {value}" for key, value in extra.items()), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The models that the benchmarks and GPU tests measure."""
+"""Stacks of layers that the benchmarks and GPU tests measure."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from benchmarks.models import Model
 
 
 class DecoderBlock(nn.Module):
@@ -53,6 +55,19 @@ class NormMlpBlock(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
+class MeanSquare(nn.Module):
+    """The loss of a stack."""
+
+    def forward(self, output: torch.Tensor) -> torch.Tensor:
+        """``output``: any shape; the result is a scalar."""
+        return loss_of(output)
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    """Mean of the squared output, in float32."""
+    return output.float().square().mean()
+
+
 @dataclass(frozen=True)
 class Workload:
     """A stack of equal layers and their input.
@@ -61,46 +76,48 @@ class Workload:
     parameters exist before the step, so that a step allocates nothing but activations and workspace.
     """
 
-    name: str
     make_layer: Callable[[], nn.Module]
     layers: int
     shape: tuple[int, int, int]
     """Batch, tokens, hidden."""
-    dtype: torch.dtype
+    dtype: torch.dtype = torch.bfloat16
 
-    def build(self, device: torch.device | str) -> tuple[nn.ModuleList, torch.Tensor]:
-        """The layers, with gradients allocated, and the input, on ``device``."""
+    def build(self, device: torch.device, *, compiled: str | None = None, loss_is_a_layer: bool = False) -> Model:
+        """The layers one after the other.
+
+        Args:
+            device: Where they are.
+            compiled: Compile each layer by this backend of ``torch.compile``.
+            loss_is_a_layer: The loss counts as one more layer, as a model's head does.
+        """
         torch.manual_seed(0)
         with torch.device(device):
-            layers = nn.ModuleList(self.make_layer() for _ in range(self.layers)).to(self.dtype)
+            module = nn.ModuleList(self.make_layer() for _ in range(self.layers)).to(self.dtype)
             x = torch.randn(self.shape, dtype=self.dtype).requires_grad_()
-        for parameter in [*layers.parameters(), x]:
-            parameter.grad = torch.zeros_like(parameter)
-        return layers, x
+        called: list[nn.Module] = [torch.compile(one, backend=compiled) if compiled else one for one in module]
+        mean_square = MeanSquare()
+
+        def loss() -> torch.Tensor:
+            y = x
+            for layer in called:
+                y = layer(y)
+            found: torch.Tensor = mean_square(y)
+            return found
+
+        model = Model(module, [*called, mean_square] if loss_is_a_layer else called, loss, (x,))
+        model.checkpoints = len(called)
+        return model
 
 
 def reference_decoder(*, small: bool = False) -> Workload:
     """20 decoder blocks of a 7B model, 2 × 4096 tokens, bf16; ``small`` fits a CPU test."""
     if small:
-        return Workload("decoder (small)", lambda: DecoderBlock(64, 172, 4), 20, (2, 64, 64), torch.float32)
-    return Workload("decoder", lambda: DecoderBlock(4096, 11008, 32), 20, (2, 4096, 4096), torch.bfloat16)
+        return Workload(lambda: DecoderBlock(64, 172, 4), 20, (2, 64, 64), torch.float32)
+    return Workload(lambda: DecoderBlock(4096, 11008, 32), 20, (2, 4096, 4096))
 
 
 def norm_mlp(*, small: bool = False) -> Workload:
     """20 LayerNorm-MLP blocks, 2 × 4096 tokens, hidden 4096, bf16; ``small`` fits a CPU test."""
     if small:
-        return Workload("LayerNorm-MLP (small)", lambda: NormMlpBlock(64), 20, (2, 64, 64), torch.float32)
-    return Workload("LayerNorm-MLP", lambda: NormMlpBlock(4096), 20, (2, 4096, 4096), torch.bfloat16)
-
-
-def loss_of(output: torch.Tensor) -> torch.Tensor:
-    """Mean of the squared output, in float32."""
-    return output.float().square().mean()
-
-
-def run_step(layers: nn.ModuleList, x: torch.Tensor) -> None:
-    """One forward and backward."""
-    y = x
-    for layer in layers:
-        y = layer(y)
-    loss_of(y).backward()
+        return Workload(lambda: NormMlpBlock(64), 20, (2, 64, 64), torch.float32)
+    return Workload(lambda: NormMlpBlock(4096), 20, (2, 4096, 4096))

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import pipeline_prediction
-from benchmarks.pipeline_prediction import plan_of, with_predictions, written_moves
-from benchmarks.pipeline_report import NOTHING
+from benchmarks.pipeline_prediction import NOTHING, plan_of, with_predictions, written_moves
 from offload.pipelining import StageProfile
 
 RESULTS = Path(pipeline_prediction.__file__).parent.parent / "results"

@@ -9,8 +9,7 @@ from typing import NamedTuple
 from blocks import Columns, Row, cells, markdown_table, read, runs_by_gpus, table
 from page_text import GB, gib1, ms, percent, torch_of
 
-from benchmarks.pipeline_prediction import with_predictions
-from benchmarks.pipeline_report import HALF, NOTHING
+from benchmarks.pipeline_prediction import HALF, NOTHING, with_predictions
 
 HARDLY_LONGER = 0.02
 """What the first rank's half may cost in wide models, as the page says."""
