@@ -13,10 +13,8 @@ from offload.activations.module_hooks import HookedLayers, OffloadListener
 from offload.activations.stats import OffloadStats
 from offload.base.checks import check_int, parse_budget
 from offload.base.layer_events import Handle, check_layers, compute_device
-from offload.base.torch_private import is_compiled
 from offload.measuring.follow_compiled import follow_plan
 from offload.measuring.follow_plan import FollowPlan
-from offload.measuring.watch_plan import WatchedPlan
 from offload.planning.plan import Plan
 from offload.recompute.layer_policies import LayerPolicies
 from offload.recompute.policies import Policy, parse_policies
@@ -76,7 +74,7 @@ class OffloadedLayers(Handle):
 
 def offload_layers(
     layers: Iterable[nn.Module],
-    num_layers: int | Literal["auto"] | None = None,
+    num_layers: int | None = None,
     *,
     schedule: Schedule | None = None,
     plan: HasSchedule | None = None,
@@ -101,12 +99,11 @@ def offload_layers(
         layers: The layers in the order in which forward calls them: an ``nn.ModuleList``, an ``nn.Sequential``, any
             iterable of modules. A layer may be skipped in a forward, but not called twice.
         num_layers: How many to offload, the first ones; at most ``len(layers) - 1``. By default 4, or all layers but
-            the last of fewer than 5. Or ``"auto"``, as many as make the step no longer: the first two microbatches run
-            with everything recomputed and are measured; the result is the handle's ``plan``.
+            the last of fewer than 5.
         schedule: A schedule of your own over ``len(layers)`` layers, on one device, in place of the default one.
         plan: The result of :func:`offload.plan`, with its policies of regions where it has some, or anything else
-            with a ``schedule``; in place of ``num_layers``. On the CPU, where nobody else counts memory, the peak of
-            one microbatch is counted, unless the first layer is compiled; a peak above the plan's budget is warned of.
+            with a ``schedule``; in place of ``num_layers``. It is followed as it is: ``memory_budget`` alone measures
+            what a step needs, and corrects its plan.
         min_bytes: Storages smaller than this are kept on the device; bytes, or a text such as ``"1MiB"``.
         device: The device whose activations are offloaded; by default the one that the layers' parameters are on, or
             where they compute if their weights are streamed. Call ``offload_layers`` once for the layers of each
@@ -142,30 +139,26 @@ def offload_layers(
     schedule = check_choice(num_layers, schedule, plan, policies, memory_budget)
     if compile is not False and memory_budget is None:
         raise ValueError("compile must be given with memory_budget; without one, call layer.compile() on each layer.")
-    measured = memory_budget is not None or (num_layers == "auto" and schedule is None)
     if device is None:
         device = _device_of(modules)
+    given: dict[str, Any] = {"min_bytes": min_bytes, "device": device, "max_host_bytes": max_host_bytes}
+    if memory_budget is not None:
+        return OffloadedLayers(follow_plan(modules, memory_budget, compile, **given))
     if schedule is None:
         default = min(DEFAULT_NUM_LAYERS, len(modules) - 1) if num_layers is None else num_layers
-        schedule = Schedule.default(0 if measured or default == "auto" else default, len(modules))
+        schedule = Schedule.default(default, len(modules))
     if schedule.model_layers != len(modules):
         raise ValueError(f"the schedule must be over {len(modules)} layers, got one over {schedule.model_layers}")
-    given: dict[str, Any] = {"min_bytes": min_bytes, "device": device, "max_host_bytes": max_host_bytes}
-    if measured:
-        return OffloadedLayers(follow_plan(modules, memory_budget, compile, **given))
     regions: Sequence[LayerPolicies | None] = () if plan is None else _planned(plan, modules)
     if policies is not None:
         patterns = parse_policies(policies)
         regions = [LayerPolicies(patterns, layer) for layer in modules]
     context = OffloadContext(schedule, len(modules), policies=regions, **given)
-    # Hooks inside of a compiled call cannot count memory: they must not change the dispatch modes.
-    if isinstance(plan, Plan) and context.backend.device.type == "cpu" and not is_compiled(modules[0]):
-        return OffloadedLayers(WatchedPlan(modules, context, plan), plan)
     return OffloadedLayers(HookedLayers(modules, context), plan if isinstance(plan, Plan) else None)
 
 
 def check_choice(
-    num_layers: int | str | None = None,
+    num_layers: int | None = None,
     schedule: Schedule | None = None,
     plan: HasSchedule | None = None,
     policies: Mapping[str, Policy | str] | None = None,
@@ -174,11 +167,11 @@ def check_choice(
     """Check the arguments of :func:`offload_layers` that decide what is offloaded; returns the schedule among them."""
     if schedule is not None:
         check_schedule(schedule)
-    if isinstance(num_layers, str) and num_layers != "auto":
+    if isinstance(num_layers, str):
         raise TypeError(
-            f"num_layers must be an int or 'auto', got {num_layers!r}; for a size, write memory_budget={num_layers!r}."
+            f"num_layers must be an int, got {num_layers!r}; for device memory, write memory_budget={num_layers!r}."
         )
-    if num_layers is not None and num_layers != "auto":
+    if num_layers is not None:
         check_int("num_layers", num_layers, least=0)
     for name, decides in (("memory_budget", memory_budget), ("plan", plan), ("schedule", schedule)):
         if num_layers is not None and decides is not None:
@@ -192,11 +185,6 @@ def check_choice(
             if value is not None:
                 raise ValueError(f"{name} and plan exclude each other; give one.")
         return schedule_of("plan", plan, "what offload.plan returns, or anything else with a Schedule")
-    if num_layers == "auto" and policies is not None:
-        raise ValueError(
-            'num_layers="auto" excludes policies, as it offloads whole layers; write a number of layers, or give '
-            "memory_budget alone, which chooses policies."
-        )
     if policies is not None:
         parse_policies(policies)
     return schedule

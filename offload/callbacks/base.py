@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from inspect import signature
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ class WhileTraining(Handle):
 
     def __init__(
         self,
-        num_layers: int | Literal["auto"] | None = None,
+        num_layers: int | None = None,
         *,
         memory_budget: int | str | None = None,
         layers: str | Callable[[torch.nn.Module], Iterable[torch.nn.Module]] | None = None,

@@ -39,7 +39,7 @@ class FollowCompiledPlan(FollowPlan):
     def __init__(
         self,
         layers: list[nn.Module],
-        memory_budget: int | str | MemoryLeft | None,
+        memory_budget: int | str | MemoryLeft,
         options: Mapping[str, Any] | None,  # of torch.compile for all layers; ``None``: each as it is compiled
         **others: Any,
     ) -> None:
@@ -155,7 +155,7 @@ def _kind_of(layer: nn.Module, inputs: Any) -> Hashable:
 
 
 def follow_plan(
-    layers: list[nn.Module], memory_budget: int | str | MemoryLeft | None, compiles: object = False, **others: Any
+    layers: list[nn.Module], memory_budget: int | str | MemoryLeft, compiles: object = False, **others: Any
 ) -> FollowPlan:
     """Layers that follow a plan, to be compiled if ``compiles`` or compiled by the program, or not at all."""
     options = parse_compile(compiles)

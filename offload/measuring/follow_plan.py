@@ -35,8 +35,8 @@ from offload.measuring.profile_layers import (
     time_second_runs,
 )
 from offload.measuring.sizes import CostsBySize, Inputs, Size, given_to, is_within, rounded_up, with_skipped
-from offload.measuring.watch_plan import TOLERANCE, WatchedLayers, say_measured
-from offload.planning.plan import Plan, free_plan, make_plan, relaxed
+from offload.measuring.watch_layers import WatchedLayers
+from offload.planning.plan import Plan, make_plan, relaxed
 from offload.planning.profile import Profile
 from offload.planning.search import Among
 from offload.recompute.layer_policies import LayerPolicies
@@ -52,6 +52,9 @@ SLACK = 0.005
 """By what part of the budget a plan of checkpoints may be predicted above it: they run as the measured steps do, and
 what is predicted is up to so much too high. If that is not so, the plan is made again."""
 
+TOLERANCE = 0.02
+"""By what part of the budget a peak may be above it without a warning."""
+
 CORRECTIONS = 3
 """How often a plan is made again because its peak broke the budget."""
 
@@ -62,14 +65,13 @@ class FollowPlan(WatchedLayers):
     A plan for a budget leaves room for what no profile knows, and is made again with less if a microbatch breaks the
     budget. On the CPU, where measuring a peak takes time, that ends with the first microbatch that keeps to the budget.
 
-    ``memory_budget`` may also be what tells how much is left of a budget for more than activations. ``None`` offloads
-    as many whole layers as make the step no longer.
+    ``memory_budget`` may also be what tells how much is left of a budget for more than activations.
     """
 
     def __init__(
         self,
         layers: list[nn.Module],
-        memory_budget: int | str | MemoryLeft | None,
+        memory_budget: int | str | MemoryLeft,
         *,
         min_bytes: int | str,
         device: torch.device | str | int | None,
@@ -79,13 +81,12 @@ class FollowPlan(WatchedLayers):
         nothing = Schedule(len(layers))
         context = OffloadContext(nothing, len(layers), min_bytes=min_bytes, device=device, max_host_bytes=most)
         self._backend = context.backend
-        self._compare = None if memory_budget is None else ComparePlans(self._backend)
+        self._compare = ComparePlans(self._backend)
         if memory_budget == "auto":
             memory_budget = DeviceLeft(self._backend.device, layers, most)
-        elif memory_budget is None or isinstance(memory_budget, int | str):
-            memory_budget = GivenMemory(
-                parse_bytes(memory_budget or 0, "memory_budget"), self._backend.device, layers, most
-            )
+        elif isinstance(memory_budget, int | str):
+            given_bytes = parse_bytes(memory_budget, "memory_budget")
+            memory_budget = GivenMemory(given_bytes, self._backend.device, layers, most)
         self._left: MemoryLeft = memory_budget
         self._budget = self._held_bytes = 0
         """Bytes that were left when the layers were timed, and what an accelerator held then beside gradients."""
@@ -148,7 +149,7 @@ class FollowPlan(WatchedLayers):
     @property
     def corrected_plan(self) -> Plan | None:
         """The plan that is followed, with the seconds that it was measured to take."""
-        return self.plan if self._compare is None else self._compare.as_measured(self.plan)
+        return self._compare.as_measured(self.plan)
 
     def remove(self) -> None:
         super().remove()
@@ -159,8 +160,6 @@ class FollowPlan(WatchedLayers):
 
     def _is_short(self, nbytes: int) -> bool:
         """Whether the microbatch breaks the budget if it needs so much more now."""
-        if self._compare is None:
-            return False
         now_bytes = self._peak.now_bytes() + self._gradient_bytes
         return now_bytes + nbytes > (self._budget or self._left.device_bytes())
 
@@ -215,7 +214,7 @@ class FollowPlan(WatchedLayers):
             grown_bytes = allocated_bytes(self._backend.device) - self._left.gradient_bytes() - self._held_bytes
             if grown_bytes > RESERVE * self._budget:  # optimizer state, that the first step has made, perhaps
                 self.plan_again()
-        if self._compare is not None and self._compare.measures and self.largest_plan is not None:
+        if self._compare.measures and self.largest_plan is not None:
             # On the CPU, copies and compute share the cores: the times of some microbatches say little there.
             ready = self._backend.device.type != "cpu" and self._plan_at(size) is self.largest_plan
             ready = ready and not self._count_unproven()
@@ -239,8 +238,7 @@ class FollowPlan(WatchedLayers):
             return
         self._ran_all = self._ran_all or self._times.forwards >= len(self._layers)
         self._times.forwards = 0
-        if self._compare is not None:
-            self._compare.end_backward(ran_all=self._ran_all)
+        self._compare.end_backward(ran_all=self._ran_all)
         if self._watches:
             if self._stage == "timing":
                 # On the CPU, nobody has counted that once watching has ended. Of small inputs it may be what is there
@@ -279,11 +277,8 @@ class FollowPlan(WatchedLayers):
         key = frozenset(size.items())
         if key not in self._smaller:
             profile, missing_bytes = self._costs.at(size)
-            if self._compare is None:
-                self._smaller[key] = self._free_plan(profile)
-            else:
-                known, left_bytes = profile.beside(missing_bytes).with_larger_workspace(), (1 - RESERVE) * self._budget
-                self._smaller[key] = relaxed(largest, known, left_bytes)
+            known, left_bytes = profile.beside(missing_bytes).with_larger_workspace(), (1 - RESERVE) * self._budget
+            self._smaller[key] = relaxed(largest, known, left_bytes)
         return self._smaller[key]
 
     def _keep_to_budget(self) -> None:
@@ -315,7 +310,11 @@ class FollowPlan(WatchedLayers):
                 f"microbatch needed {format_bytes(self._peak_bytes)}; give more, or use smaller microbatches."
             )
         elif not self._said and (self._learning_bytes or 0) > (1 + TOLERANCE) * self._budget:
-            say_measured(self._budget, self._learning_bytes or 0)
+            warn_caller(
+                f"memory_budget = {format_bytes(self._budget)} is kept to from here on, but not while the layers were "
+                f"learned: a microbatch needed up to {format_bytes(self._learning_bytes or 0)}, as each layer ran "
+                "twice, and what both runs saved was compared. Give more if the first steps do not fit."
+            )
             self._learning_bytes = None
         self._watches = not (self._peak.costs_time and self._ran_all)
 
@@ -371,20 +370,9 @@ class FollowPlan(WatchedLayers):
     def _make_plan(self, over_bytes: int | None = None) -> None:
         """Follow a plan for inputs of the planned size, in place of one that needed so much ``over_bytes``."""
         self.profile, self.missing_bytes = self._costs.at(self._planned)
-        if self._compare is None:
-            self._change_to(self._free_plan(self.profile))
-        else:
-            self._change_to(self._plan_within(self.profile, over_bytes, self._compare))
+        self._change_to(self._plan_within(self.profile, over_bytes))
 
-    def _free_plan(self, profile: Profile) -> Plan:
-        self._watches = False  # there is no budget to keep to
-        made = free_plan(profile, self.link, max_host_bytes=self._left.host_bytes())
-        peaks = format_bytes(made.peak_bytes), format_bytes(made.without.peak_bytes)
-        amounts = made.num_layers, len(profile.layers), *peaks
-        _logger.info('num_layers="auto": %d of %d layers are offloaded, which makes a peak of %s of %s', *amounts)
-        return made
-
-    def _plan_within(self, profile: Profile, over_bytes: int | None, compare: ComparePlans) -> Plan | None:
+    def _plan_within(self, profile: Profile, over_bytes: int | None) -> Plan | None:
         """A plan that fits beside what is needed outside of the layers; if there is none, everything is recomputed."""
         budget, missing = format_bytes(self._budget), format_bytes(self.missing_bytes)
         link, host_bytes = self._left.link(self.link), self._left.host_bytes()
@@ -423,7 +411,7 @@ class FollowPlan(WatchedLayers):
                 )
                 self._said = True
                 self._watches = not self._peak.costs_time
-        made = compare.best(plans, self._planned[()])
+        made = self._compare.best(plans, self._planned[()])
         _logger.info(
             "memory_budget = %s: %d of %d layers are offloaded, %s a step are recomputed; step %s, peak "
             "%s, of which %s outside of them",

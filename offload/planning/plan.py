@@ -172,16 +172,6 @@ def ranges(numbers: Iterable[int]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def free_plan(profile: Profile, link: Link, *, max_host_bytes: int | None = None) -> Plan:
-    """As many whole layers offloaded as leave the step as long as it is, and fit on the host."""
-    whole = replace(profile, layers=tuple(replace(layer, regions=()) for layer in profile.layers))
-    search = Search(whole, link, math.inf, math.inf if max_host_bytes is None else max_host_bytes)
-    every = [*filter(None, map(search.scored, map(search.whole, range(search.count))))]
-    score, choice = [found for found in every if found[0].step_s <= every[0][0].step_s * (1 + FREE)][-1]
-    schedule = _default(choice.num_layers, search.count)
-    return Plan(schedule, whole, link, score.peak_bytes, max_host_bytes=max_host_bytes)
-
-
 def make_plan(
     profile: Profile,
     memory_budget: int | str,

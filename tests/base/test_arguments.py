@@ -84,7 +84,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: budget_of(-1), ValueError, "memory_budget must be at least 0 bytes, got -1"),
     (lambda: budget_of(1e9), TypeError, r"memory_budget must be an int \(bytes\) or a text"),
     (lambda: offloaded(layers(), policies={}), ValueError, "policies must hold a pattern"),
-    (lambda: offloaded(layers(), "auto", policies={"*": "keep"}), ValueError, "num_layers=.auto. excludes"),
+    (lambda: offloaded(layers(), "auto"), TypeError, "got 'auto'; for device memory, write memory_budget='auto'"),
     (lambda: WhileTraining(2, memory_budget="1GiB"), ValueError, "memory_budget excludes num_layers"),
     (lambda: WhileTraining(-3), ValueError, "num_layers must be at least 0, got -3"),
     (lambda: WhileTraining(memory_budget=0), ValueError, "memory_budget must be more than 0 bytes"),

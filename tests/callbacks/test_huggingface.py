@@ -276,7 +276,7 @@ def test_says_what_the_model_has():
         ({"nun_layers": 3}, "unexpected keyword argument 'nun_layers'"),
         (
             {"num_layers": "40GiB"},
-            "num_layers must be an int or 'auto', got '40GiB'; for a size, write memory_budget='40G",
+            "num_layers must be an int, got '40GiB'; for device memory, write memory_budget='40G",
         ),
         ({"memory_budget": "40"}, "memory_budget must be a number and a unit, such as '40GiB', got '40'"),
         ({"memory_budget": "1GiB", "max_host_bytes": "lots"}, "max_host_bytes must be a number and a unit"),

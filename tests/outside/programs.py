@@ -213,11 +213,9 @@ def draw(seed: int) -> dict[str, Any]:
     policies = {pattern: rng.choice(["keep", "offload", "recompute"]) for pattern in patterns}
     policies["*"] = rng.choice(["recompute", "recompute", "offload", "keep"])
     settings: dict[str, Any] = {"min_bytes": rng.choice([0, 1])}
-    decided = rng.choices(["policies", "budget", "auto", "plan"], [10, 4, 1, 3])[0]
+    decided = rng.choices(["policies", "budget", "plan"], [10, 5, 3])[0]
     if decided == "policies":
         settings |= {"policies": policies, "num_layers": rng.randint(0, len(layers) - 1)}
-    elif decided == "auto":
-        settings["num_layers"] = "auto"
     else:
         settings["memory_budget"] = rng.choice([1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 30])
     if rng.random() < 0.1:

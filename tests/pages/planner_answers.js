@@ -24,12 +24,12 @@ const ofPlan = (made) =>
 
 const answers = {
   plan: ({ profile, link, budgets, host }) => {
-    const whole = planner.wholeLayers(profile, link), free = planner.freePlan(whole);
+    const whole = planner.wholeLayers(profile, link);
     const search = new planner.Search(profile, link);
     return {
       plans: budgets.map((budget) => ofPlan(planner.plan(search, budget, host ?? Infinity))),
       whole: whole.map(ofStep),
-      free: { num_layers: free.num_layers, host_bytes: free.host_bytes },
+      free: planner.freePlan(whole).num_layers,
       checkpointing: [false, true].map((offloads) => ofStep(planner.checkpointing(profile, link, offloads))),
     };
   },

@@ -20,7 +20,7 @@ from offload.command_line import plan as command
 from offload.command_line.count import Rates, count_model, read_config
 from offload.command_line.main import main
 from offload.measuring.profile_layers import learning_schedule, recompute_all
-from offload.planning.plan import free_plan, make_plan
+from offload.planning.plan import make_plan
 from offload.planning.profile import LayerProfile, Link, Profile
 from offload.planning.simulate import simulate
 from offload.recompute.costs import RegionProfile
@@ -158,12 +158,13 @@ def question(profile, link, budgets, host):
 
 
 def answered(profile, link, budgets, host):
-    count, free = len(profile.layers), free_plan(profile, link)
+    count = len(profile.layers)
     whole = replace(profile, layers=tuple(replace(layer, regions=()) for layer in profile.layers))
+    steps = [of_step(simulate(default(number, count), whole, link)) for number in range(count)]
     return {
         "plans": [planned(profile, link, budget, host) for budget in budgets],
-        "whole": [of_step(simulate(default(number, count), whole, link)) for number in range(count)],
-        "free": {"num_layers": free.num_layers, "host_bytes": free.host_bytes},
+        "whole": steps,
+        "free": max(number for number in range(count) if steps[number]["step_s"] <= steps[0]["step_s"] * 1.001),
         "checkpointing": [
             checkpointed(profile, link, schedule) for schedule in (default(0, count), learning_schedule(count))
         ],

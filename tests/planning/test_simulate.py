@@ -15,7 +15,7 @@ import offload
 from offload.observe.spans import COPY_LANES, LANES
 from offload.observe.timeline import Timeline
 from offload.planning.layer_costs import region_costs
-from offload.planning.plan import Plan, free_plan, make_plan
+from offload.planning.plan import Plan, make_plan
 from offload.planning.profile import LayerProfile, Link, Profile
 from offload.planning.simulate import simulate
 from offload.schedule.schedule import Schedule
@@ -264,24 +264,3 @@ def test_repr():
     assert repr(make_plan(profile, "3.5GiB", FAST_LINK)) == (
         "<Plan: offload 2 of 5 layers, step 150.0 ms, peak 3.00 GiB of 3.50 GiB>"
     )
-
-
-class TestFree:
-    LAYER = LayerProfile(0.01, 0.02, GIB)
-
-    def test_one_more_layer_would_make_the_step_longer(self):
-        profile = Profile((self.LAYER,) * 12)
-        found = free_plan(profile, FAST_LINK)
-        assert 0 < found.num_layers < 11
-        assert found.step_s == pytest.approx(found.without.duration_s)
-        more = simulate(Schedule.default(found.num_layers + 1, 12), profile, FAST_LINK)
-        assert more.duration_s > 1.001 * found.step_s
-        assert found.peak_bytes == found.memory_budget < found.without.peak_bytes
-
-    def test_the_host_is_a_capacity(self):
-        found = free_plan(Profile((self.LAYER,) * 12), FAST_LINK, max_host_bytes=GIB)
-        assert (found.num_layers, found.host_bytes) == (1, GIB)
-
-    def test_nothing_may_be_free(self):
-        assert free_plan(Profile((LayerProfile(1e-6, 1e-6, GIB),) * 12), FAST_LINK).num_layers == 0
-        assert free_plan(Profile((self.LAYER,)), FAST_LINK).num_layers == 0
