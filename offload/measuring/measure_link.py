@@ -84,7 +84,7 @@ def plan(
 
     Where layers have regions, each region of each layer is kept, offloaded or recomputed. The step is never longer than
     with all kept, with whole layers offloaded, or with all recomputed and the layers' inputs kept or offloaded, as far
-    as these fit. Where no layer has regions, the plan is the default schedule with the fewest layers that fit.
+    as these fit. Where no layer has regions, whole layers are offloaded.
 
     Args:
         profile: What the layers cost, from :func:`~offload.profile_layers` or written by hand.

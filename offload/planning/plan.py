@@ -1,6 +1,6 @@
 """What to keep, offload and recompute, so that the step fits into a memory budget and takes the least time.
 
-Where the layers' regions are not known, whole layers are offloaded, as few as are enough. The chosen plan is simulated,
+Where the layers' regions are not known, whole layers are offloaded. The chosen plan is simulated,
 stalls included, so the prediction comes with a timeline to look at.
 """
 
@@ -188,10 +188,9 @@ def make_plan(
     check_profile(profile)
     check_link(link)
     search = Search(profile, link, budget, math.inf if host is None else host, among)
-    regions = any(layer.regions for layer in profile.layers)
-    found = search.best() if regions else search.fewest()
+    found = search.best()
     if found is None:
-        raise ValueError(_too_little(search, budget, host, regions=regions))
+        raise ValueError(_too_little(search, budget, host))
     score, choice = found
     made = Plan(_default(choice.num_layers, search.count), profile, link, budget, search.policies(choice), host)
     amounts = format_bytes(budget), choice.num_layers, search.count, format_bytes(score.host_bytes)
@@ -216,16 +215,13 @@ def relaxed(plan: Plan, profile: Profile, most_bytes: float) -> Plan:
     return replace(plan, schedule=schedule, profile=profile, policies=policies)
 
 
-def _too_little(search: Search, budget: int, host: int | None, *, regions: bool) -> str:
+def _too_little(search: Search, budget: int, host: int | None) -> str:
     least, choice = search.least_peak()
-    how = "offloading and recomputing reach" if regions else "offloading reaches"
-    offloaded = " offloaded" if regions else ""
     within = "" if host is None else f" within max_host_bytes = {host} ({format_bytes(host)})"
-    recompute = "" if regions else ", or recompute in the layers (torch.utils.checkpoint)"
     return (
-        f"memory_budget must be at least {least} bytes ({format_bytes(least)}), the least peak that {how}{within}, "
-        f"with {choice.num_layers} of {search.count} layers{offloaded}, got {budget} bytes "
-        f"({format_bytes(budget)}); raise it{',' if recompute else ' or'} use smaller microbatches{recompute}."
+        f"memory_budget must be at least {least} bytes ({format_bytes(least)}), the least peak that a plan reaches"
+        f"{within}, with {choice.num_layers} of {search.count} layers offloaded, got {budget} bytes "
+        f"({format_bytes(budget)}); raise it or use smaller microbatches."
     )
 
 

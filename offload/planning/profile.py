@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from offload.base.checks import check_number, check_type, describe, format_bytes, format_s
 from offload.recompute.costs import RegionProfile
@@ -94,56 +94,35 @@ class LayerProfile:
     host: HostSeconds = field(default=NO_HOST, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("forward_s", "backward_s", "saved_bytes", "workspace_bytes"):
-            check_number(name, getattr(self, name))
-        if self.forward_workspace_bytes is None:  # __dict__ is the way to fill a frozen dataclass
-            vars(self)["forward_workspace_bytes"] = self.workspace_bytes
-        check_number("forward_workspace_bytes", self.forward_workspace_bytes)
-        check_number("freed_sooner_bytes", self.freed_sooner_bytes)
-        check_number("small_bytes", self.small_bytes)
+        own = vars(self)  # __dict__ is the way to fill a frozen dataclass
+        if self.forward_workspace_bytes is None:
+            own["forward_workspace_bytes"] = self.workspace_bytes
+        for name, value in own.items():
+            if name not in ("tensors", "regions", "host"):
+                check_number(name, value)
         for name, seconds in zip(HostSeconds._fields, self.host, strict=True):
             check_number(f"host.{name}", seconds)
-        if self.regions:
-            self._check_regions()
+        self._check_regions()
         if not isinstance(self.tensors, list | tuple):
             raise TypeError(f"tensors must hold the bytes of each tensor, such as (4096, 4096), got {self.tensors!r}")
-        object.__setattr__(self, "tensors", tuple(self.tensors))  # costs of a layer are cached by its profile
+        saved = tuple(region.nbytes for region in self.regions if region.saved)
+        own["tensors"] = saved if self.regions else tuple(self.tensors)  # costs of a layer are cached by its profile
         for nbytes in self.tensors:
             check_number("each of tensors", nbytes)
-        if self.tensors and sum(self.tensors) != self.saved_bytes:
+        if (self.tensors or self.regions) and sum(self.tensors) != self.saved_bytes:
             raise ValueError(
                 f"tensors must add up to saved_bytes = {self.saved_bytes}, got {self.tensors} with sum "
-                f"{sum(self.tensors)}; give one of the two"
+                f"{sum(self.tensors)}; give one of the two, or make the profile with LayerProfile.from_regions"
             )
 
     @classmethod
     def from_regions(
-        cls,
-        regions: Iterable[RegionProfile],
-        forward_s: float,
-        backward_s: float,
-        *,
-        workspace_bytes: int = 0,
-        forward_workspace_bytes: int | None = None,
-        freed_sooner_bytes: int = 0,
-        small_bytes: int = 0,
-        host: HostSeconds = NO_HOST,
+        cls, regions: Iterable[RegionProfile], forward_s: float, backward_s: float, **others: Any
     ) -> LayerProfile:
-        """The profile of a layer whose regions are known: what it saves is what they save."""
+        """The profile of a layer whose regions are known: what it saves is what they save. ``others`` are fields."""
         regions = tuple(regions)
         saved_bytes = sum(region.nbytes for region in regions if region.saved)
-        return cls(
-            forward_s,
-            backward_s,
-            saved_bytes,
-            (),
-            workspace_bytes,
-            regions=regions,
-            forward_workspace_bytes=forward_workspace_bytes,
-            freed_sooner_bytes=freed_sooner_bytes,
-            small_bytes=small_bytes,
-            host=host,
-        )
+        return cls(forward_s, backward_s, saved_bytes, regions=regions, **others)
 
     def _check_regions(self) -> None:
         for number, region in enumerate(self.regions):
@@ -158,13 +137,6 @@ class LayerProfile:
                 if not all(one is None or 0 <= one < number for one in named):
                     text = f"region {number}, {region.name!r}, must {must}; list the regions in the order of forward."
                     raise ValueError(text)
-        saved = tuple(region.nbytes for region in self.regions if region.saved)
-        if sum(saved) != self.saved_bytes:
-            raise ValueError(
-                f"the saved regions must add up to saved_bytes = {self.saved_bytes}, got {sum(saved)}; make the "
-                "profile with LayerProfile.from_regions"
-            )
-        vars(self)["tensors"] = saved
 
     def known_regions(self) -> tuple[RegionProfile, ...]:
         """The regions; where they are not listed, one for each tensor, of equal seconds, that is never recomputed."""
@@ -199,13 +171,18 @@ class Profile:
         for name in ("loss_s", "other_s", "loss_bytes"):
             check_number(name, getattr(self, name))
 
-    def with_larger_workspace(self) -> Profile:
+    def with_layers(self, change: Callable[[LayerProfile], LayerProfile], **others: Any) -> Self:
+        """The same profile with each layer changed, and with ``others`` among the profile's own fields."""
+        return replace(self, layers=tuple(map(change, self.layers)), **others)
+
+    def with_larger_workspace(self) -> Self:
         """With each layer's larger workspace in both passes: what keeps regions needs more than was measured."""
-        layers = []
-        for layer in self.layers:
-            larger = max(layer.workspace_bytes, layer.forward_workspace_bytes or 0)
-            layers.append(replace(layer, workspace_bytes=larger, forward_workspace_bytes=larger))
-        return replace(self, layers=tuple(layers))
+
+        def larger(one: LayerProfile) -> LayerProfile:
+            most = max(one.workspace_bytes, one.forward_workspace_bytes or 0)
+            return replace(one, workspace_bytes=most, forward_workspace_bytes=most)
+
+        return self.with_layers(larger)
 
     @property
     def saved_bytes(self) -> int:
@@ -219,29 +196,23 @@ class Profile:
 
     def beside(self, nbytes: int) -> Self:
         """The profile of the same step with as much more on the device all the time."""
-        layers = (
-            replace(
-                one,
-                workspace_bytes=one.workspace_bytes + nbytes,
-                forward_workspace_bytes=(one.forward_workspace_bytes or 0) + nbytes,
-            )
-            for one in self.layers
-        )
-        return replace(self, layers=tuple(layers), loss_bytes=self.loss_bytes + nbytes)
+
+        def more(one: LayerProfile) -> LayerProfile:
+            forward_bytes = (one.forward_workspace_bytes or 0) + nbytes
+            return replace(one, workspace_bytes=one.workspace_bytes + nbytes, forward_workspace_bytes=forward_bytes)
+
+        return self.with_layers(more, loss_bytes=self.loss_bytes + nbytes)
 
     def slowed(self, factor: float) -> Self:
         """The profile of layers and a loss that take the device and the host so many times as long."""
-        layers = (
-            replace(
-                one,
-                forward_s=factor * one.forward_s,
-                backward_s=factor * one.backward_s,
-                regions=tuple(replace(region, seconds=factor * region.seconds) for region in one.regions),
-                host=HostSeconds(*(factor * seconds for seconds in one.host)),
-            )
-            for one in self.layers
-        )
-        return replace(self, layers=tuple(layers), loss_s=factor * self.loss_s)
+
+        def slower(one: LayerProfile) -> LayerProfile:
+            regions = tuple(replace(region, seconds=factor * region.seconds) for region in one.regions)
+            host, seconds = HostSeconds(*(factor * each for each in one.host)), (one.forward_s, one.backward_s)
+            forward_s, backward_s = (factor * each for each in seconds)
+            return replace(one, forward_s=forward_s, backward_s=backward_s, regions=regions, host=host)
+
+        return self.with_layers(slower, loss_s=factor * self.loss_s)
 
     def to_json(self) -> str:
         """The profile as text, for :meth:`from_json`."""
@@ -250,25 +221,19 @@ class Profile:
     @classmethod
     def from_json(cls, text: str) -> Self:
         """The profile of which :meth:`to_json` made a text; a ``ValueError`` for any other text."""
-        needed = f"text must be a profile of version {VERSION} as its to_json() makes it"
+        needed = f"text must be a profile of version {VERSION} as its to_json() makes it, got {text[:40]!r}"
         try:
             values = json.loads(text)
-            found = values["offload"], values["version"]
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{needed}, got {text[:40]!r}") from error
-        if found != ("profile", VERSION):
-            raise ValueError(f"{needed}, got a {found[0]} of version {found[1]}; save it again")
-        try:
+            kind, version = values.pop("offload"), values.pop("version")
+            if (kind, version) != ("profile", VERSION):
+                raise ValueError(f"it is a {kind} of version {version}; save it again")
             layers = []
-            for layer in values["layers"]:
+            for layer in values.pop("layers"):
                 regions = tuple(RegionProfile(**one | {"reads": tuple(one["reads"])}) for one in layer["regions"])
-                host = HostSeconds(*layer.get("host", ()))
-                layers.append(
-                    LayerProfile(**layer | {"tensors": (*layer["tensors"],), "regions": regions, "host": host})
-                )
-            return cls(tuple(layers), values["loss_s"], values["other_s"], values.get("loss_bytes", 0))
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{needed}, but something is missing or unknown: {error}") from error
+                layers.append(LayerProfile(**layer | {"regions": regions, "host": HostSeconds(*layer.get("host", ()))}))
+            return cls(tuple(layers), **values)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{needed}: {error}") from error
 
     def __str__(self) -> str:
         lines = [f"{'layer':>5}{'forward':>11}{'backward':>11}{'saved':>12}{'tensors':>9}"]

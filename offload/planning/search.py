@@ -184,10 +184,6 @@ class Search:
             return next(iter(fastest), None)  # nothing fits, or nothing is recomputed or waited for
         return min(map(self._swept, fastest[: max(1, SWEPT // self.count)]))
 
-    def fewest(self) -> Found | None:
-        """The choice with the fewest layers offloaded as they are; ``None`` if none fits."""
-        return next(filter(None, map(self.scored, map(self.whole, self.counts))), None)
-
     def least_peak(self) -> tuple[int, Choice]:
         """The least peak that is known, and the choice that has it; of a small model the least of all."""
 

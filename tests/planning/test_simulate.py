@@ -235,9 +235,8 @@ def test_infeasible():
     with pytest.raises(ValueError) as caught:
         make_plan(TWENTY, "512MiB", FAST_LINK)
     assert str(caught.value) == (
-        "memory_budget must be at least 1073741824 bytes (1.00 GiB), the least peak that offloading reaches, with "
-        "19 of 20 layers, got 536870912 bytes (512.0 MiB); raise it, use smaller microbatches, or recompute in the "
-        "layers (torch.utils.checkpoint)."
+        "memory_budget must be at least 1073741824 bytes (1.00 GiB), the least peak that a plan reaches, with 19 of "
+        "20 layers offloaded, got 536870912 bytes (512.0 MiB); raise it or use smaller microbatches."
     )
 
 
