@@ -75,7 +75,6 @@ class WeightLayer:
         module: nn.Module,
         backend: Backend,
         known: dict[nn.Parameter, HostParameter],  # of earlier layers; this layer's own are added
-        grad_dtype: torch.dtype | None,
     ) -> None:
         self.number = number
         self.kind = type(module).__name__
@@ -90,7 +89,7 @@ class WeightLayer:
         sizes = [aligned(parameter.nbytes) for parameter in own]
         memory = page_locked(sum(sizes), backend) if sum(sizes) else torch.empty(0, dtype=torch.uint8)
         for (parameter, name), flat in zip(own.items(), memory.split(sizes), strict=True):
-            known[parameter] = HostParameter(parameter, f"layer {number}'s {name}", flat, grad_dtype)
+            known[parameter] = HostParameter(parameter, f"layer {number}'s {name}", flat)
         # In their order in the slot.
         self.parameters = [*(known[parameter] for parameter in own), *shared]
         self.nbytes = sum(len(host.flat) for host in self.parameters)

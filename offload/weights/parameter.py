@@ -23,7 +23,7 @@ from offload.optimizer.proof import gradient_dtype
 class HostParameter:
     """A parameter of the program, whose data moves into ``flat``; all layers that hold the parameter share this."""
 
-    def __init__(self, parameter: nn.Parameter, name: str, flat: torch.Tensor, grad_dtype: torch.dtype | None) -> None:
+    def __init__(self, parameter: nn.Parameter, name: str, flat: torch.Tensor) -> None:
         self.parameter = parameter
         self.name = name  # for messages: layer 3's up.weight
         self.flat = flat  # pinned, uint8, of the aligned size
@@ -44,9 +44,6 @@ class HostParameter:
         data.copy_(parameter.data)
         parameter.data = data
         self.address = data.data_ptr()
-        if grad_dtype and parameter.is_floating_point() and parameter.element_size() < grad_dtype.itemsize:
-            parameter.grad_dtype = grad_dtype
-            gradient = None if gradient is None else gradient.to(grad_dtype)
         parameter.grad = None if gradient is None else gradient.to("cpu")
 
     def over(self, flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

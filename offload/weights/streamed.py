@@ -161,7 +161,6 @@ def stream_weights(
     device: torch.device | str | int | None = None,
     *,
     num_slots: int = 2,
-    grad_dtype: torch.dtype | None = None,
     process_group: ProcessGroup | None = None,
 ) -> StreamedWeights:
     """Keep the parameters of ``layers`` in pinned host memory, and load each layer's to the device when it computes.
@@ -189,8 +188,6 @@ def stream_weights(
         device: Where the layers compute; ``None`` is the current accelerator, and the CPU where there is none.
         num_slots: Number of layers with weights on the device at once, at least 2. Loads run one layer less ahead;
             and as many layers' gradients may be on their way to the host.
-        grad_dtype: ``torch.float32`` for sums of gradients, and ``p.grad``, in float32; ``None`` for each parameter's
-            own dtype. PyTorch's Adam optimizers demand the parameter's dtype.
         process_group: Data parallelism: each layer's gradients are averaged over the ranks of this group, on the
             device, during backward. All its ranks must call this, with the same layers, which begin with the weights
             of its first rank; see :meth:`StreamedWeights.prepare_ddp` for parameters outside the layers. ``None``
@@ -209,8 +206,6 @@ def stream_weights(
     modules = check_layers(layers, StreamedLayer, "streamed", "is still listed once")
     check_parameters(modules)
     check_int("num_slots", num_slots, least=2)
-    if grad_dtype not in (None, torch.float32):
-        raise ValueError(f"grad_dtype must be torch.float32 or None, got {grad_dtype!r}")
     if streams_any_of({parameter for module in modules for parameter in module.parameters()}):
         raise ValueError(
             "layers must be streamed before the state of their optimizer, but stream_optimizer was called first; "
@@ -222,7 +217,7 @@ def stream_weights(
         check_group(process_group, backend.device, modules)
     known: dict[nn.Parameter, HostParameter] = {}
     begin_s = time.perf_counter()
-    found = [WeightLayer(number, module, backend, known, grad_dtype) for number, module in enumerate(modules)]
+    found = [WeightLayer(number, module, backend, known) for number, module in enumerate(modules)]
     weight_bytes = sum(len(host.flat) for host in known.values())
     amounts = format_bytes(weight_bytes), len(modules), format_s(time.perf_counter() - begin_s)
     _logger.info("moved %s of weights of %d layers to pinned host memory in %s", *amounts)

@@ -215,7 +215,9 @@ def in_float32(setting):
         backward(layers, x)
         own.append(gradients_of(layers))
     layers.zero_grad()
-    with stream_weights(layers, setting.device, grad_dtype=torch.float32, process_group=dist.group.WORLD) as streamed:
+    for parameter in layers.parameters():
+        parameter.grad_dtype = torch.float32
+    with stream_weights(layers, setting.device, process_group=dist.group.WORLD) as streamed:
         with streamed.no_sync():
             backward(layers, batches[0])
         backward(layers, batches[1])

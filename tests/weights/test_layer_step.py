@@ -58,12 +58,14 @@ class Loop(Training):
         streamed: bool = True,
         dtype: torch.dtype = torch.float32,
         shared: bool = False,
-        weights: dict[str, Any] | None = None,
+        grad_dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
         torch.manual_seed(0)
         self.device = device
         self.layers = nn.ModuleList(gated() for _ in range(LAYERS)).to(dtype)
+        for parameter in self.layers.parameters():
+            parameter.grad_dtype = grad_dtype or dtype
         if shared:
             self.layers[2].linear.weight = self.layers[0].linear.weight
         self.embed, self.head = (nn.Linear(WIDTH, WIDTH).to(device, dtype) for _ in range(2))
@@ -71,7 +73,7 @@ class Loop(Training):
         self.streamed: StreamedWeights | None = None
         self.handle: StreamedOptimizer | None = None
         if streamed:
-            self.streamed = stream_weights(self.layers, device, **(weights or {}))
+            self.streamed = stream_weights(self.layers, device)
         else:
             self.layers.to(device)
         self.model = nn.ModuleList([self.embed, self.layers, self.head])
@@ -158,18 +160,12 @@ def accumulation(loop: Loop) -> None:
     [
         {},
         {"dtype": torch.bfloat16, "state_dtype": torch.float32},
-        {"dtype": torch.bfloat16, "weights": {"grad_dtype": torch.float32}, "make": OPTIMIZERS["SGD"]},
+        {"dtype": torch.bfloat16, "grad_dtype": torch.float32, "make": OPTIMIZERS["SGD"]},
     ],
     ids=["float32", "bfloat16", "gradients in float32"],
 )
 def test_accumulation_adds_what_the_host_has(options: dict[str, Any], lab: Lab) -> None:
-    def run(loop: Loop) -> None:
-        if options.get("weights") and loop.streamed is None:
-            for parameter in loop.layers.parameters():
-                parameter.grad_dtype = torch.float32
-        accumulation(loop)
-
-    both(lab, run, **options)
+    both(lab, accumulation, **options)
 
 
 def without_a_step(loop: Loop) -> None:

@@ -342,7 +342,6 @@ def test_refused_layers(layers: Callable[[], Any], error: type[Exception], messa
     [
         ({"num_slots": 1}, ValueError, "num_slots must be at least 2, got 1"),
         ({"num_slots": 2.0}, TypeError, "num_slots must be an int, got 2.0"),
-        ({"grad_dtype": torch.float16}, ValueError, r"grad_dtype must be torch.float32 or None, got torch.float16"),
     ],
 )
 def test_refused_options(options: dict[str, Any], error: type[Exception], message: str) -> None:

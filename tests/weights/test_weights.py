@@ -77,9 +77,9 @@ def test_gradients_in_float32(shared: bool, microbatches: int, device: torch.dev
         layers[2] = nn.Sequential(layers[0][0], nn.Tanh())
     layers, x = layers.to(torch.bfloat16), x.detach().to(torch.bfloat16)
     twin = copy.deepcopy(layers)
-    for parameter in twin.parameters():
+    for parameter in (*twin.parameters(), *layers.parameters()):
         parameter.grad_dtype = torch.float32
-    with stream_weights(layers, device, grad_dtype=torch.float32) as handle:
+    with stream_weights(layers, device) as handle:
         for _ in range(2):
             for model in (twin, layers):
                 model.zero_grad()
