@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -22,18 +22,20 @@ from offload.activations.module_hooks import OffloadListener
 from offload.activations.stats import OffloadStats
 from offload.base.checks import check_type, describe, format_bytes, parse_budget, parse_bytes
 from offload.base.find_layers import find_layers, find_lists, watch_order
-from offload.base.layer_events import Attachment, Handle, check_layers, compute_device
+from offload.base.layer_events import Attachment, Handle, LayerCall, check_layers, compute_device
+from offload.base.tensors import tensors_in
 from offload.device.select import resolve_device
 from offload.measuring.follow_compiled import follow_plan
 from offload.measuring.follow_plan import FollowPlan
-from offload.measuring.in_pieces import ForwardBegins, Pieces
+from offload.measuring.in_pieces import Pieces
+from offload.measuring.layer_times import ForwardBegins
 from offload.measuring.memory_left import all_bytes, bytes_of_gradients, training_bytes, usable_bytes
 from offload.optimizer.arithmetic import seconds_per_element
 from offload.optimizer.stream import CHUNK_BYTES, OptimizerStats, StreamedOptimizer, check_float32, stream_optimizer
 from offload.planning.plan import Plan, make_plan
 from offload.planning.profile import Link, Profile
 from offload.planning.recipes import Prediction, RecipePlan, TrainingPlan, plan_recipes, without_activations
-from offload.planning.training_bytes import RECIPES, Recipe, TrainingBytes
+from offload.planning.training_bytes import RECIPES, TrainingBytes
 from offload.recompute.compiled_levels import parse_compile
 from offload.weights.streamed import StreamedWeights, WeightStats, stream_weights
 
@@ -69,13 +71,14 @@ class PreparedTraining(Handle):
         self._decides_again = self._deciding = False
         self._link_left: Link | None = None  # for activations, beside the copies of the chosen recipe
         self._tokens = 0  # of the largest microbatch so far
-        recipe = _first_recipe(self._plan)
-        self._put_in_place(next(one for one in self._plan.recipes if one.recipe == recipe))
-        self._undo: list[Callable[[], object]] = [self._optimizer.register_step_post_hook(self._after_step).remove]
+        self._put_in_place(_first_of(self._plan))
+        self._undo = ExitStack()
+        self._undo.callback(self._optimizer.register_step_post_hook(self._after_step).remove)
         if len(self._lists) > 1:
-            self._undo.append(watch_order(self._lists).remove)
+            self._undo.callback(watch_order(self._lists).remove)
         if self._pieces.left:
-            self._undo.append(Attachment([self._model], [ForwardBegins(self.begin_forward)], self).remove)
+            self._undo.enter_context(Attachment([self._model], [ForwardBegins(self._begin_forward)], self))
+        self._undo.callback(self._pieces.remove)
 
     @property
     def state(self) -> Literal["measuring", "following", "removed"]:
@@ -135,9 +138,7 @@ class PreparedTraining(Handle):
         """
         if self._removed:
             return
-        while self._undo:
-            self._undo.pop()()
-        self._pieces.remove()
+        self._undo.close()
         if self._activations is not None:
             self._activations.remove()
         if self._state is not None:
@@ -176,11 +177,15 @@ class PreparedTraining(Handle):
         budget = format_bytes(self.plan.memory_budget)
         return f"PreparedTraining({type(self._model).__name__} in {budget}: {self.recipe}, {self.state})"
 
-    def begin_forward(self, tokens: int, *, labelled: bool) -> None:
+    def _begin_forward(self, call: LayerCall, inputs: Any) -> None:
         """A forward begins: compute in pieces what no recipe has the memory for in one piece."""
+        if not (call.training and torch.is_grad_enabled()):
+            return
+        tokens = max((one.shape[:2].numel() for one in tensors_in(inputs) if one.ndim > 1), default=0)
         recipes, host, begins = [one.recipe for one in self._plan.recipes], self._plan.max_host_bytes, not self._tokens
         if tokens <= self._tokens and not self._pieces.due:
             return
+        labelled = inputs[1].get("labels") is not None
         self._tokens = max(tokens, self._tokens)
 
         def beside(nbytes: int) -> TrainingPlan:
@@ -189,9 +194,8 @@ class PreparedTraining(Handle):
         nbytes = self._pieces.begin(self._tokens, lambda needed: beside(needed).fits, labelled=labelled)
         self._plan = replace(self._plan, in_pieces=tuple(self._pieces.said))
         plan = beside(nbytes)
-        planned = {one.recipe: one for one in plan.recipes if not one.reason}
-        if begins and planned and self.recipe not in planned:
-            self._change_to(planned[_first_recipe(plan)])
+        if begins and plan.fits and any(one.reason for one in plan.recipes if one.recipe == self.recipe):
+            self._change_to(_first_of(plan))
 
     # Putting a recipe in place, and taking it away: between two steps.
 
@@ -219,20 +223,17 @@ class PreparedTraining(Handle):
         self._activations.context.limit_host(most)
 
     def _measured(self) -> FollowPlan:
-        options = {"device": self._device, "max_host_bytes": self._most_pooled(), **self._follow}
-        return follow_plan(self._layers, self, **options)
+        return follow_plan(self._layers, self, device=self._device, max_host_bytes=self._most_pooled(), **self._follow)
 
     def _change_to(self, planned: RecipePlan) -> None:
-        moves_weights = planned.recipe.weights != self.recipe.weights
-        if moves_weights and self._activations is not None:  # what the layers' forwards were learned with is no more
-            self._activations.remove()
-            self._activations = None
         if self._state is not None:
             self._state.remove(on_device=False)  # in its own dtype, where it is: it need not fit on the device
             self._state = None
-        if moves_weights and self._weights is not None:
-            self._weights.remove()
-            self._weights = None
+        if planned.recipe.weights != self.recipe.weights:  # what the layers' forwards were learned with is no more
+            for part in (self._activations, self._weights):
+                if part is not None:
+                    part.remove()
+            self._activations = self._weights = None
         self._put_in_place(planned)
 
     def _most_pooled(self) -> int | None:
@@ -433,11 +434,11 @@ def prepare(
     )
 
 
-def _first_recipe(plan: TrainingPlan) -> Recipe:
+def _first_of(plan: TrainingPlan) -> RecipePlan:
     """The one with the least traffic that leaves room for activations; else the one with the least device memory."""
     fitting = [one for one in plan.recipes if not one.reason]
     roomy = [one for one in fitting if one.device_bytes <= FIRST_SHARE * plan.memory_budget]
-    return (roomy or sorted(fitting, key=lambda one: one.device_bytes))[0].recipe
+    return (roomy or sorted(fitting, key=lambda one: one.device_bytes))[0]
 
 
 def _move_state(optimizer: torch.optim.Optimizer) -> None:

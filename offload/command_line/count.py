@@ -277,7 +277,7 @@ class StepCount(CpuAllocations):
 
     def profile(self) -> Profile:
         """What was counted, if every layer has run forward and backward."""
-        if not self._times.complete:
+        if len(self._times.ran) < len(self._times.layers):
             raise ValueError("some of its layers run no forward, or no backward")
         timed = zip(self._forwards, self._times.seconds(), strict=True)
         layers = tuple(LayerProfile.from_regions(one.regions(seconds[0]), *seconds) for one, seconds in timed)

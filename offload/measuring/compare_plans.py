@@ -52,15 +52,15 @@ class ComparePlans:
         self._kind = Among.REGIONS
         self._left = 0
         """How many microbatches of this plan are still to come before the first that is measured."""
-        self._begin: Event | None = None
+        self._begin: tuple[float, Event] | None = None
         self._marks: list[tuple[float, Event, Event]] = []
-        """Of each measured microbatch, how many times as many elements the plans are for, its begin and its end."""
+        """Of each measured microbatch, how many times as many elements the plans are for, its begin and its end; of the
+        one that runs, the first two are in ``_begin``."""
         self._corrected: tuple[Plan | None, float, Plan | None] = None, 1.0, None
         """A plan, by how much longer it was measured to take, and what it is with that."""
         self._running = 0
         """How many microbatches have begun since the end of a backward."""
-        self._elements = self._now = 0.0
-        """The elements that the plans are for, and those of the microbatch that began last."""
+        self._elements = 0.0  # that the plans are for
 
     @property
     def measures(self) -> bool:
@@ -86,7 +86,7 @@ class ComparePlans:
 
     def begin_microbatch(self, elements: int, *, ready: bool) -> Plan | None:
         """A microbatch begins, and is ``ready`` if nothing is proven or measured in it: the plan to change to."""
-        self._begin, self._now = None, elements
+        self._begin = None
         self._running += 1
         if not self.measures:
             return None
@@ -95,13 +95,13 @@ class ComparePlans:
         if ready and elements >= SIMILAR * self._elements:
             self._left -= 1
             if self._left < 0:
-                self._begin = self._backend.mark()
+                self._begin = self._elements / elements, self._backend.mark()
         return None
 
     def end_backward(self, *, ran_all: bool) -> None:
         """A backward ends, of a microbatch that ``ran_all`` layers: one that skips some says nothing of a plan."""
         if ran_all and self._begin is not None and self._running == 1:  # else another one has run in between
-            self._marks.append((self._elements / self._now, self._begin, self._backend.mark()))
+            self._marks.append((*self._begin, self._backend.mark()))
         self._begin, self._running = None, 0
 
     def _expected_s(self, plans: Mapping[Among, Plan], kind: Among) -> float:

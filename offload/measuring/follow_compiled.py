@@ -18,9 +18,10 @@ from torch import nn
 
 from offload.activations.what_moves import Rules
 from offload.base.checks import parse_bytes
-from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn
+from offload.base.layer_events import Attachment, LayerCall, Turn
 from offload.base.torch_private import compiler_of, is_compiled
 from offload.measuring.follow_plan import FollowPlan
+from offload.measuring.layer_times import ForwardBegins
 from offload.measuring.memory_left import MemoryLeft
 from offload.measuring.profile_layers import learning_policies, learning_schedule
 from offload.measuring.try_levels import NotCompiledError, try_levels
@@ -59,7 +60,8 @@ class FollowCompiledPlan(FollowPlan):
             self._put_back()
             raise
         self._rules = Rules(self._backend.device, parse_bytes(others["min_bytes"], "min_bytes"))
-        self._tries = Attachment(layers, [_TryLevels(self, number) for number in range(len(layers))], self)
+        tries = [_TryLevels(partial(self._try_levels, number)) for number in range(len(layers))]
+        self._tries = Attachment(layers, tries, self)
 
     def remove(self) -> None:
         super().remove()
@@ -71,8 +73,10 @@ class FollowCompiledPlan(FollowPlan):
         pairs = zip(self._policies, self.context.policies, strict=True)
         return [one if isinstance(one, CompiledPolicies) and one.numbered else other for one, other in pairs]
 
-    def try_levels(self, number: int, inputs: Any, *, in_checkpoint: bool) -> None:
+    def _try_levels(self, number: int, call: LayerCall, inputs: Any) -> None:
         """A layer's forward begins: try the layer at each level, unless that has been done."""
+        if call.recomputes or self.context.has_nothing_to_do():
+            return
         policies = self._policies[number]
         layer = policies.layer()
         if not isinstance(policies, CompiledPolicies) or layer is None or not policies.wants_trial(inputs):
@@ -82,7 +86,7 @@ class FollowCompiledPlan(FollowPlan):
         if len(timed) >= MOST_TIMED:
             known = {level: fmean(one.get(level, 0.0) for one in timed) for level in Level}
         try:
-            if in_checkpoint:
+            if call.in_checkpoint:
                 raise NotCompiledError("the program checkpoints it")
             found = try_levels(layer, policies.forward, inputs, self._rules, self._backend, known)
         except NotCompiledError as error:
@@ -134,18 +138,10 @@ class FollowCompiledPlan(FollowPlan):
                 forward.remove()
 
 
-class _TryLevels(LayerListener):
+class _TryLevels(ForwardBegins):
     """Lets a layer be tried before the hooks see what autograd saves in its forward."""
 
     turn = Turn.COMPILING
-
-    def __init__(self, plan: FollowCompiledPlan, number: int) -> None:
-        self._plan = plan
-        self._number = number
-
-    def begin_forward(self, call: LayerCall, inputs: object) -> None:
-        if not (call.recomputes or self._plan.context.has_nothing_to_do()):
-            self._plan.try_levels(self._number, inputs, in_checkpoint=call.in_checkpoint)
 
 
 def _kind_of(layer: nn.Module, inputs: Any) -> Hashable:

@@ -13,17 +13,22 @@ import logging
 import operator
 from collections.abc import Hashable
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import nn
 
 from offload.activations.context import OffloadContext
+from offload.activations.module_hooks import HookedLayers
 from offload.base.checks import format_bytes, format_s, parse_bytes, warn_caller
+from offload.base.layer_events import Attachment, LayerCall
+from offload.base.tensors import plain_memory, tensors_in
+from offload.base.torch_private import address_of
 from offload.device.backend import Event
 from offload.device.capture import CaptureError
 from offload.measuring.compare_plans import ComparePlans
-from offload.measuring.layer_times import LayerTimes
+from offload.measuring.layer_times import ForwardBegins, LayerTimes
 from offload.measuring.measure_link import measure_link
 from offload.measuring.memory_left import DeviceLeft, GivenMemory, MemoryLeft, allocated_bytes
 from offload.measuring.profile_layers import (
@@ -35,7 +40,7 @@ from offload.measuring.profile_layers import (
     time_second_runs,
 )
 from offload.measuring.sizes import CostsBySize, Inputs, Size, given_to, is_within, rounded_up, with_skipped
-from offload.measuring.watch_layers import WatchedLayers
+from offload.observe.memory import memory_peak
 from offload.planning.plan import Plan, make_plan, relaxed
 from offload.planning.profile import Profile
 from offload.planning.search import Among
@@ -59,7 +64,7 @@ CORRECTIONS = 3
 """How often a plan is made again because its peak broke the budget."""
 
 
-class FollowPlan(WatchedLayers):
+class FollowPlan(HookedLayers):
     """Layers that follow a plan as soon as there is one; undone by ``remove()``.
 
     A plan for a budget leaves room for what no profile knows, and is made again with less if a microbatch breaks the
@@ -90,14 +95,15 @@ class FollowPlan(WatchedLayers):
         self._left: MemoryLeft = memory_budget
         self._budget = self._held_bytes = 0
         """Bytes that were left when the layers were timed, and what an accelerator held then beside gradients."""
-        self._times = LayerTimes(layers, self._backend)  # first, as it has to learn first of the end of a backward
-        self._times.pause()
+        self._times = LayerTimes(layers, self._backend, ended=self.end_backward)
+        self._times.paused = True
         super().__init__(layers, context)
+        begins = [ForwardBegins(partial(self._begin_forward, number)) for number in range(len(layers))]
+        self._begins = Attachment(layers, begins)
+        self._peak = memory_peak(self._backend.device)
         self._layers = layers
         self.plan: Plan | None = None
         """The plan that the microbatch follows which began last; ``None`` while the layers are measured."""
-        self.largest_plan: Plan | None = None
-        """The plan for inputs of the planned size."""
         self.profile: Profile | None = None
         """What the layers cost, once that was measured."""
         self.measured_bytes = 0
@@ -115,8 +121,8 @@ class FollowPlan(WatchedLayers):
         """The bytes that the gradients of each layer have which the microbatch that is timed allocates."""
         self._planned: Size = {}
         """The size of inputs that the plan is for."""
-        self._smaller: dict[Hashable, Plan] = {}
-        """The plans for sizes of smaller inputs."""
+        self._plans: dict[Hashable, Plan] = {}
+        """By the sizes of inputs: the plan for the planned size, and those for smaller ones."""
         self._peak_bytes = self._gradient_bytes = 0
         """The most device memory in the last microbatch, above what there was when its step began; and the gradients
         that there were then, where they count to the budget."""
@@ -147,13 +153,20 @@ class FollowPlan(WatchedLayers):
         return self._stage != "following"
 
     @property
+    def largest_plan(self) -> Plan | None:
+        """The plan for inputs of the planned size."""
+        return self._plans.get(frozenset(self._planned.items()))
+
+    @property
     def corrected_plan(self) -> Plan | None:
         """The plan that is followed, with the seconds that it was measured to take."""
         return self._compare.as_measured(self.plan)
 
     def remove(self) -> None:
         super().remove()
+        self._begins.remove()
         self._times.remove()
+        self._peak.stop()
 
     def _learning_policies(self) -> list[LayerPolicies]:
         return learning_policies(self._layers)
@@ -171,7 +184,7 @@ class FollowPlan(WatchedLayers):
         if not self.measures:
             line = "inputs of %s are larger than what is known: this microbatch is measured, too"
             _logger.info(line, " x ".join(map(str, self._inputs.sides)))
-            self.plan, self.largest_plan, self._proves = None, None, True
+            self.plan, self._plans, self._proves = None, {}, True
             for one in self._policies:
                 one.measure_again()
             self._recompute_all()
@@ -185,7 +198,13 @@ class FollowPlan(WatchedLayers):
         time_second_runs(self._policies, self._backend)
         self._times.start(self._peak)
 
+    def _begin_forward(self, number: int, call: LayerCall, inputs: object) -> None:
+        if self.context.begins_round(number) and not self.context.has_nothing_to_do():
+            self._times.awaits_end = True
+            self.begin_microbatch(list(tensors_in(inputs)))
+
     def begin_microbatch(self, inputs: list[torch.Tensor]) -> None:
+        """A microbatch is about to enter the first layer that it runs, which is given these."""
         if self._backend.capturing:
             # Nothing can be measured while a CUDA graph is captured, nor may it see two plans.
             if self.measures:
@@ -214,25 +233,34 @@ class FollowPlan(WatchedLayers):
             grown_bytes = allocated_bytes(self._backend.device) - self._left.gradient_bytes() - self._held_bytes
             if grown_bytes > RESERVE * self._budget:  # optimizer state, that the first step has made, perhaps
                 self.plan_again()
-        if self._compare.measures and self.largest_plan is not None:
+        largest = self.largest_plan
+        if self._compare.measures and largest is not None:
             # On the CPU, copies and compute share the cores: the times of some microbatches say little there.
-            ready = self._backend.device.type != "cpu" and self._plan_at(size) is self.largest_plan
+            ready = self._backend.device.type != "cpu" and self._plan_at(size, largest) is largest
             ready = ready and not self._count_unproven()
-            self._change_to(self._compare.begin_microbatch(self._inputs.elements, ready=ready))
+            other = self._compare.begin_microbatch(self._inputs.elements, ready=ready)
+            if other is not None:
+                self._change_to(other)
         self._gradient_bytes = self._left.gradient_bytes()
-        if not self.measures:
-            self._follow(self._plan_at(size))
+        largest = self.largest_plan
+        if largest is not None:
+            self._follow(self._plan_at(size, largest))
             self._peak_bytes = 0
-        if self._watches and not (self.plan is not self.largest_plan and self._peak.costs_time):
+        if self._watches and not (self.plan is not largest and self._peak.costs_time):
             # What nobody has counted that was there when the microbatch began would not be seen to be freed.
             self._proves = self._proves or not self._peak.counts
             self._peak.start()
         else:
             self._peak.stop()
         self._times.forwards, self._ran_all, self._unproven = 0, False, self._count_unproven()
-        self._count_inputs(inputs)
+        # What the step has allocated for the first layer, as an embedding's output, counts: leaves outlive a step.
+        device = self._backend.device
+        made = (one for one in inputs if one.device == device and not (one.is_leaf and one.requires_grad))
+        storages = [storage for tensor in made if (storage := plain_memory(tensor)) is not None]
+        self._peak.count({address_of(storage): storage for storage in storages}.values())
 
     def end_backward(self) -> None:
+        """The backward is over that has come to the first layer whose output needs one."""
         # Read the peak before the program has it forgotten.
         if self._backend.capturing:
             return
@@ -255,41 +283,37 @@ class FollowPlan(WatchedLayers):
         """How many layers have not run yet since their second run is another one."""
         return sum(one is not None and not one.proven for one in self.context.policies)
 
-    def _change_to(self, plan: Plan | None) -> None:
-        """From here on, this is the plan for inputs of the planned size."""
-        if plan is not None:
-            self.largest_plan, self._smaller, self._proves = plan, {}, True
-            self._follow(plan)
+    def _change_to(self, plan: Plan) -> None:
+        """From the next microbatch on, this is the plan for inputs of the planned size."""
+        self._plans, self._proves = {frozenset(self._planned.items()): plan}, True
 
-    def _follow(self, plan: Plan | None) -> None:
-        if plan is None or plan is self.plan:
+    def _follow(self, plan: Plan) -> None:
+        if plan is self.plan:
             return
         self.plan = plan
         triples = zip(self._policies, plan.policies, plan.profile.layers, strict=True)
         policies = [learned.follows(policy, layer.regions) for learned, policy, layer in triples]
         self.context.follow(plan.schedule, policies)
 
-    def _plan_at(self, size: Size) -> Plan | None:
-        """The plan for inputs of this size, which are no larger than the planned ones."""
-        largest, size = self.largest_plan, rounded_up(size, self._planned)
-        if largest is None or size == self._planned:
-            return largest
+    def _plan_at(self, size: Size, largest: Plan) -> Plan:
+        """The plan for inputs of this size, which are no larger than those of the largest plan."""
+        size = rounded_up(size, self._planned)
         key = frozenset(size.items())
-        if key not in self._smaller:
+        if key not in self._plans:
             profile, missing_bytes = self._costs.at(size)
             known, left_bytes = profile.beside(missing_bytes).with_larger_workspace(), (1 - RESERVE) * self._budget
-            self._smaller[key] = relaxed(largest, known, left_bytes)
-        return self._smaller[key]
+            self._plans[key] = relaxed(largest, known, left_bytes)
+        return self._plans[key]
 
     def _keep_to_budget(self) -> None:
         """Plan again with less if the last microbatch, under this plan, has broken the budget."""
         over = self._peak_bytes - self._budget
-        if self.plan is not self.largest_plan and self.largest_plan is not None:
+        largest = self.largest_plan
+        if self.plan is not largest and largest is not None:
             if over > 0:
                 line = "a plan for smaller inputs needed %s: that for the largest ones is followed"
                 _logger.info(line, format_bytes(self._peak_bytes))
-                broken = [key for key, plan in self._smaller.items() if plan is self.plan]
-                self._smaller |= dict.fromkeys(broken, self.largest_plan)
+                self._plans = {key: largest if one is self.plan else one for key, one in self._plans.items()}
             return
         if over > 0 and self._corrections_left:
             self._corrections_left -= 1
@@ -302,8 +326,7 @@ class FollowPlan(WatchedLayers):
             if self._left.more_after_step():
                 return
             self._said = True
-            plan = self.largest_plan
-            least = plan is not None and [*plan.policies] == recompute_all(plan.profile)
+            least = largest is not None and [*largest.policies] == recompute_all(largest.profile)
             tried = "although everything is recomputed" if least else f"by {CORRECTIONS + 1} plans"
             warn_caller(
                 f"memory_budget = {format_bytes(self._budget)} was not met {tried}: the last "
@@ -338,7 +361,7 @@ class FollowPlan(WatchedLayers):
         self._stage = "following"
         self._planned = {}
         if self._learned != self._learned_then:
-            self._times.pause()  # its times are no use
+            self._times.start(paused=True)  # its times are no use
             return
         regions = self._costs.regions_at(self._timed_inputs)
         profile, expected = learned_profile(self._policies, regions, self._times)
@@ -346,7 +369,7 @@ class FollowPlan(WatchedLayers):
         timed = dict(zip(ran, profile.layers, strict=True))
         every = with_skipped(timed, kinds, self._new_gradients)
         profile = replace(profile, layers=every, other_s=self._times.between_s(now))
-        self._times.pause()
+        self._times.start(paused=True)
         for one in self._policies:
             one.clock, one.holds = None, False
         self._ask_what_is_left()
@@ -368,12 +391,11 @@ class FollowPlan(WatchedLayers):
         self._make_plan()
 
     def _make_plan(self, over_bytes: int | None = None) -> None:
-        """Follow a plan for inputs of the planned size, in place of one that needed so much ``over_bytes``."""
-        self.profile, self.missing_bytes = self._costs.at(self._planned)
-        self._change_to(self._plan_within(self.profile, over_bytes))
+        """Follow a plan for inputs of the planned size, in place of one that needed so much ``over_bytes``.
 
-    def _plan_within(self, profile: Profile, over_bytes: int | None) -> Plan | None:
-        """A plan that fits beside what is needed outside of the layers; if there is none, everything is recomputed."""
+        It fits beside what is needed outside of the layers; if there is none, everything is recomputed.
+        """
+        self.profile, self.missing_bytes = self._costs.at(self._planned)
         budget, missing = format_bytes(self._budget), format_bytes(self.missing_bytes)
         link, host_bytes = self._left.link(self.link), self._left.host_bytes()
 
@@ -385,7 +407,7 @@ class FollowPlan(WatchedLayers):
             made = make_plan(known, left, link, max_host_bytes=host_bytes, among=among)
             return replace(made, memory_budget=self._budget)
 
-        profile = profile.beside(self.missing_bytes)
+        profile = self.profile.beside(self.missing_bytes)
         plans, why = {}, ""
         for among in Among:
             try:
@@ -395,7 +417,7 @@ class FollowPlan(WatchedLayers):
         if not plans:
             self._corrections_left = 0
             if over_bytes is not None and over_bytes <= TOLERANCE * self._budget:
-                return None  # the last plan is good enough
+                return  # the last plan is good enough
             nothing = learning_schedule(len(self._layers))
             plans[Among.CHECKPOINTS] = Plan(
                 nothing, profile, link, self._budget, (*recompute_all(profile),), host_bytes
@@ -418,4 +440,4 @@ class FollowPlan(WatchedLayers):
             *(budget, made.num_layers, len(profile.layers), format_s(made.recompute_s), format_s(made.step_s)),
             *(format_bytes(made.peak_bytes), missing),
         )
-        return made
+        self._change_to(made)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,8 +16,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from offload.base.layer_events import LayerCall, LayerListener, Turn, is_sharded, with_attribute
-from offload.base.tensors import tensors_in
+from offload.base.layer_events import is_sharded, with_attribute
 from offload.long_context import Undoable, chunk_loss, tile_mlp
 
 _logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Pieces:
         self.left = _pieces_of(model, layers)  # what is not computed in pieces
         self.said: list[str] = []  # of what is
         self.due = False  # whether the next forward begins with one more, as nothing fits without
-        self._undo: list[Undoable] = []
+        self._undo = ExitStack()
 
     def begin(self, tokens: int, fits: Callable[[int], bool], *, labelled: bool) -> int:
         """A forward begins with so many tokens: compute in pieces what does not fit.
@@ -69,28 +69,13 @@ class Pieces:
         for one in begun:
             self.left.remove(one)
             size = min(MOST_TOKENS[one.name], -(-tokens // PIECES))
-            self._undo.append(one.begin(size))
+            self._undo.callback(one.begin(size).remove)
             self.said.append(f"{one.name} of {size:,} tokens, which rounds sums in another order")
             _logger.info("nothing fits without %s", self.said[-1])
         return max((nbytes for one, nbytes in needed.items() if one not in begun), default=0)
 
     def remove(self) -> None:
-        while self._undo:
-            self._undo.pop().remove()
-
-
-class ForwardBegins(LayerListener):
-    """Tells how many tokens a forward of a model in training has, and whether it has labels."""
-
-    turn = Turn.WEIGHTS
-
-    def __init__(self, tell: Callable[..., None]) -> None:
-        self._tell = tell
-
-    def begin_forward(self, call: LayerCall, inputs: Any) -> None:
-        if call.training and torch.is_grad_enabled():
-            tokens = max((one.shape[:2].numel() for one in tensors_in(inputs) if one.ndim > 1), default=0)
-            self._tell(tokens, labelled=inputs[1].get("labels") is not None)
+        self._undo.close()
 
 
 def _pieces_of(model: nn.Module, layers: Sequence[nn.Module]) -> list[_InPieces]:

@@ -12,10 +12,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -26,7 +26,6 @@ from offload.base.torch_private import address_of, before_backward, when_backwar
 from offload.device.backend import Backend, Event
 from offload.observe.memory import MemoryPeak
 from offload.planning.layer_costs import Peaks
-from offload.planning.profile import LayerProfile
 
 MOST_DELAY_S = 0.02
 """How long the device is delayed at most, and before the first layer of a pass: longer than hosts need to queue one."""
@@ -38,18 +37,22 @@ NEAR = 4
 """So many layers ahead of the device, the host does not yet wait for room in CUDA's queue, of 1024 kernels."""
 
 
-@dataclass
-class Marks:
-    """The marks of one microbatch in one layer. Each pass is reached, and starts after the delay, if there is one."""
+Phase = Literal["forward", "backward"]
 
-    ends_with_input: bool  # whether backward ends once the gradient of the layer's first input is known
-    forward_reached: Any = None
-    forward_start: Any = None
-    forward_end: Any = None
-    backward_reached: Any = None
-    backward_start: Any = None
-    backward_end: Any = None
-    host_s: dict[str, float] = field(default_factory=dict)  # of the host in each pass; 0 where that is not known
+
+@dataclass
+class Pass:
+    """Forward or backward of one layer in one microbatch: reached, and started after the delay, if there is one."""
+
+    reached: Any = None
+    start: Any = None
+    end: Any = None
+    ends_with_input: bool = False  # whether backward ends once the gradient of the layer's first input is known
+    host_s: float = 0.0  # of the host; 0 where that is not known
+
+
+def _new_round() -> dict[Phase, Pass]:
+    return {"forward": Pass(), "backward": Pass()}
 
 
 class _Queueing:
@@ -59,10 +62,10 @@ class _Queueing:
         self._backend = backend
         self._starts = deque([backend.mark()] * NEAR, NEAR)  # where the last layers start on the device
         self._start_s = 0.0  # when the host began the last one
-        self._most_s = {"forward": 0.0, "backward": 0.0}  # the most that a layer has taken
+        self._most_s: dict[Phase, float] = {"forward": 0.0, "backward": 0.0}  # the most that a layer has taken
         self._near = False
 
-    def begin(self, phase: str) -> Event:
+    def begin(self, phase: Phase) -> Event:
         """Delay the device unless the host is a layer ahead; where the next layer starts."""
         self._near = self._starts[0].query()
         if self._starts[-1].query():
@@ -71,7 +74,7 @@ class _Queueing:
         self._start_s = time.perf_counter()
         return self._starts[-1]
 
-    def end(self, phase: str) -> float:
+    def end(self, phase: Phase) -> float:
         """Seconds since that on the host; 0 if these may be more than it needs to queue the layer.
 
         It waits for room in a queue if it is far ahead, and for the device if the layer asks that for a value.
@@ -84,7 +87,13 @@ class _Queueing:
 class LayerTimes(Attachment):
     """Times forward and backward of layers, whatever their policies, until :meth:`remove`."""
 
-    def __init__(self, layers: Sequence[torch.nn.Module], backend: Backend, min_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        layers: Sequence[torch.nn.Module],
+        backend: Backend,
+        min_bytes: int = 0,
+        ended: Callable[[], None] = lambda: None,
+    ) -> None:
         self.backend = backend
         self.rules = Rules(backend.device, min_bytes)  # what counts among the tensors that the layers save
         self.layers = [MeasuredLayer(self, number, module) for number, module in enumerate(layers)]
@@ -99,45 +108,30 @@ class LayerTimes(Attachment):
         self.paused = False  # whether layers run that are not to be timed
         self.queueing = _Queueing(backend)
         self.forwards = 0  # in training that have begun, timed or not, since the user of this set it to 0
+        self.ended = ended  # called once a backward is over for which the user of this has set :attr:`awaits_end`
+        self.awaits_end = False  # whether no layer of the microbatch has a hook yet that calls it
         super().__init__(layers, self.layers)
 
     def remove(self) -> None:
         super().remove()
         self.hooks.close()
-        self._watch(None)
+        if self.memory is not None:
+            self.memory.stop()
 
-    def start(self, memory: MemoryPeak | None = None) -> None:
-        """Forget what was timed so far, and the peaks if ``memory`` is asked for new ones."""
-        self.paused = False
-        self.queueing = _Queueing(self.backend)
-        self._forget()
-        if memory is not None:
-            for layer in self.layers:
-                layer.peaks = {"forward": 0, "backward": 0}
-            self.between_bytes = self._most_bytes = 0
-        self._watch(memory)
-
-    def pause(self) -> None:
-        """Time nothing until the next :meth:`start`."""
-        self.paused = True
-        self._forget()
-        self._watch(None)
-
-    def _forget(self) -> None:
+    def start(self, memory: MemoryPeak | None = None, *, paused: bool = False) -> None:
+        """Forget what was timed so far, and the peaks if ``memory`` is asked for new ones; time nothing if paused."""
+        self.paused, self.queueing = paused, _Queueing(self.backend)
         self.hooks.close()
         for layer in self.layers:
             layer.rounds.clear()
-
-    def _watch(self, memory: MemoryPeak | None) -> None:
         if self.memory is not None and self.memory is not memory:
             self.memory.stop()
         self.memory = memory
         if memory is not None:
+            for layer in self.layers:
+                layer.peaks = {"forward": 0, "backward": 0}
+            self.between_bytes = self._most_bytes = 0
             memory.start()
-
-    @property
-    def complete(self) -> bool:
-        return len(self.ran) == len(self.layers)
 
     @property
     def ran(self) -> list[int]:
@@ -148,19 +142,18 @@ class LayerTimes(Attachment):
         """Of each layer that ran, the median seconds of forward and of backward."""
         return [self.layers[number].seconds() for number in self.ran]
 
-    def host_s(self, phase: str) -> list[float]:
+    def host_s(self, phase: Phase) -> list[float]:
         """Of each layer that ran, the median seconds of the host in a pass; 0 where they are not known."""
         if self.backend.device.type == "cpu":
             return [0.0] * len(self.ran)  # compute is the host's
-        rounds = [self.layers[number].complete_rounds() for number in self.ran]
-        found = [[one.host_s[phase] for one in each if phase in one.host_s] for each in rounds]
-        return [statistics.median(filter(None, each) if any(each) else [0.0]) for each in found]
+        rounds = (self.layers[number].complete_rounds() for number in self.ran)
+        return [statistics.median([one[phase].host_s for one in each if one[phase].host_s] or [0.0]) for each in rounds]
 
     def loss_s(self) -> float:
         """The median of the seconds between the last layer's forwards and their backwards."""
         last = self.layers[self.ran[-1]]
         return statistics.median(
-            self.backend.seconds((one.forward_end, one.backward_reached) for one in last.complete_rounds())
+            self.backend.seconds((one["forward"].end, one["backward"].reached) for one in last.complete_rounds())
         )
 
     def time(self, step: Callable[[], object], steps: int) -> None:
@@ -174,17 +167,15 @@ class LayerTimes(Attachment):
     def other_s(self) -> float:
         """Seconds of a microbatch of these steps beside layers and loss."""
         steps_s = statistics.median(self.backend.seconds(pairwise(self._marks))) * (len(self._marks) - 1)
-        rounds = [one for layer in self.layers for one in layer.complete_rounds()]
-        delays = [(one.forward_reached, one.forward_start) for one in rounds]
-        delays += [(one.backward_reached, one.backward_start) for one in rounds]
-        steps_s -= sum(self.backend.seconds(delays))
+        passes = [each for layer in self.layers for one in layer.complete_rounds() for each in one.values()]
+        steps_s -= sum(self.backend.seconds((each.reached, each.start) for each in passes))
         known_s = sum(map(sum, self.seconds())) + self.loss_s()
         return max(0.0, steps_s / len(self.layers[-1].rounds) - known_s)
 
     def between_s(self, now: Event) -> float:
         """Seconds from the end of the first layer's last backward until now: what a step does beside its layers."""
-        end = next((one.backward_end for one in reversed(self.layers[self.ran[0]].rounds) if one.backward_end), None)
-        return 0.0 if end is None else self.backend.seconds([(end, now)])[0]
+        end = self.layers[self.ran[0]].complete_rounds()[-1]["backward"].end
+        return self.backend.seconds([(end, now)])[0]
 
     def peaks(self) -> Peaks:
         """The most that was allocated in each part of a step by the layers that ran; zeros where nobody can tell."""
@@ -243,115 +234,130 @@ class LayerTimes(Attachment):
         return tensor if tensor.is_leaf else tensor.detach()
 
 
+class ForwardBegins(LayerListener):
+    """Tells of the beginning of a forward, before anything else happens in the layer."""
+
+    turn = Turn.WEIGHTS
+
+    def __init__(self, tell: Callable[[LayerCall, Any], None]) -> None:
+        self._tell = tell
+
+    def begin_forward(self, call: LayerCall, inputs: object) -> None:
+        self._tell(call, inputs)
+
+
 class MeasuredLayer(LayerListener):
     """Times, bytes and memory of one layer in training."""
 
     turn = Turn.MEASURING
 
-    def __init__(self, recorder: LayerTimes, number: int, module: torch.nn.Module) -> None:
+    def __init__(self, times: LayerTimes, number: int, module: torch.nn.Module) -> None:
         self.number = number
         self.module = weakref.ref(module)  # weakly, as the layer's hooks hold this
-        self.rounds: list[Marks] = []  # one for each microbatch
+        self.rounds: list[dict[Phase, Pass]] = []  # one for each microbatch
         self.tensors: dict[int, int] = {}  # the bytes of each storage that it saves, by the storage's address, in order
-        self.peaks = {"forward": 0, "backward": 0}  # the most device memory, above that at the step's start
-        self._recorder = recorder
+        self.peaks: dict[Phase, int] = {"forward": 0, "backward": 0}  # the most memory, above that at the step's start
+        self._times = times
         # A hook on a streamed parameter would make backward wait for its gradient.
         self._parameters = list(module.parameters()) if compute_device([module]) is None else []
-        self._running: Marks | None = None
+        self._running: dict[Phase, Pass] | None = None
 
     def seconds(self) -> tuple[float, float]:
         """The median seconds of forward and of backward."""
-        seconds, rounds = self._recorder.backend.seconds, self.complete_rounds()
+        seconds, rounds = self._times.backend.seconds, self.complete_rounds()
         return (
-            statistics.median(seconds((one.forward_start, one.forward_end) for one in rounds)),
-            statistics.median(seconds((one.backward_start, one.backward_end) for one in rounds)),
+            statistics.median(seconds((one["forward"].start, one["forward"].end) for one in rounds)),
+            statistics.median(seconds((one["backward"].start, one["backward"].end) for one in rounds)),
         )
 
     def check_ran(self) -> None:
         """Raise a ``ValueError`` if the layer's forward or its backward did not run."""
-        for what in ("forward", "backward"):
-            if not self.rounds or any(getattr(one, f"{what}_end") is None for one in self.rounds):
+        for what in get_args(Phase):
+            if not self.rounds or any(one[what].end is None for one in self.rounds):
                 raise ValueError(
                     f"layer {self.number} must run forward and backward in step(), but its {what} did not; pass "
                     "the modules that the model calls, and let step call backward()."
                 )
 
-    def profile(self) -> LayerProfile:
-        """What the layer costs, if it ran."""
-        self.check_ran()
-        tensors = tuple(self.tensors.values())
-        return LayerProfile(*self.seconds(), sum(tensors), tensors)
-
-    def complete_rounds(self) -> list[Marks]:
-        return [one for one in self.rounds if one.backward_end is not None]
+    def complete_rounds(self) -> list[dict[Phase, Pass]]:
+        return [one for one in self.rounds if one["backward"].end is not None]
 
     def begin_forward(self, call: LayerCall, inputs: object) -> None:
-        self._running = None
+        self._running, times = None, self._times
         if call.recomputes or not torch.is_grad_enabled():
             return
-        self._recorder.forwards += 1
-        if self._recorder.forwards == 1:
-            self._recorder.begin_layers(inputs)
-        self._recorder.last = self
-        if self._recorder.paused:
+        times.forwards += 1
+        if times.forwards == 1:
+            times.begin_layers(inputs)
+        times.last = self
+        if times.paused:
             return
+        self._running = now = _new_round()
         first = next((tensor for tensor in tensors_in(inputs) if tensor.requires_grad), None)
-        self._running = marks = Marks(ends_with_input=first is not None)
         if first is not None:
-            hook = first.register_hook(partial(self._end_backward, marks))
-            self._recorder.hooks.callback(hook.remove)
-        self.rounds.append(marks)
-        self._recorder.running = self if len(self.rounds) == 1 else None
-        marks.forward_reached, _ = self._recorder.mark()
-        marks.forward_start = self._recorder.queueing.begin("forward")
+            now["backward"].ends_with_input = True
+            hook = first.register_hook(partial(self._end_backward, now["backward"]))
+            times.hooks.callback(hook.remove)
+        self.rounds.append(now)
+        times.running = self if len(self.rounds) == 1 else None
+        now["forward"].reached, _ = times.mark()
+        now["forward"].start = times.queueing.begin("forward")
 
     def end_forward(self, call: LayerCall, *, failed: bool) -> None:
         if self._running is not None:
-            self._recorder.running = None
-            self._running.forward_end = self._mark("forward")
-            self._running.host_s["forward"] = self._recorder.queueing.end("forward")
+            self._times.running = None
+            self._end(self._running["forward"], "forward")
 
     def forward_returned(self, call: LayerCall, output: object) -> None:
+        times = self._times
         if self._running is not None:
-            marks = self._running
-            if not before_backward(tensors_in(output), call.first_node, partial(self._begin_backward, marks)):
+            forward, backward = self._running["forward"], self._running["backward"]
+            if not before_backward(tensors_in(output), call.first_node, partial(self._begin_backward, backward)):
                 # It is frozen, or an identity.
-                marks.backward_reached = marks.backward_start = marks.backward_end = marks.forward_end
+                backward.reached = backward.start = backward.end = forward.end
+        if times.awaits_end and not call.recomputes and torch.is_grad_enabled():
+            ended = times.ended
+            begun = before_backward(tensors_in(output), call.first_node, lambda _: when_backward_ends(ended))
+            times.awaits_end = not begun
 
-    def _begin_backward(self, marks: Marks, _: object) -> None:
-        if marks.backward_start is not None:
+    def _begin_backward(self, backward: Pass, _: object) -> None:
+        times = self._times
+        if backward.start is not None:
             return  # another output had its gradient first
-        marks.backward_reached, between_bytes = self._recorder.mark()
-        marks.backward_start = self._recorder.queueing.begin("backward")
-        if self is self._recorder.last:
-            self._recorder.between_bytes = max(self._recorder.between_bytes, between_bytes)
-        if marks.ends_with_input:
+        backward.reached, between_bytes = times.mark()
+        backward.start = times.queueing.begin("backward")
+        if self is times.last:
+            times.between_bytes = max(times.between_bytes, between_bytes)
+        if backward.ends_with_input:
             return
 
         def one_more(_: object) -> None:
-            marks.backward_end = self._mark("backward")
+            backward.end = self._mark("backward")
 
         hooks = [one.register_post_accumulate_grad_hook(one_more) for one in self._parameters if one.requires_grad]
         for hook in hooks:
-            self._recorder.hooks.callback(hook.remove)  # of a backward that fails
+            times.hooks.callback(hook.remove)  # of a backward that fails
 
         def finish() -> None:
             for hook in hooks:
                 hook.remove()
-            self._end_backward(marks)
-            self._recorder.end_layer()  # no backward comes after that of this layer
+            self._end_backward(backward)
+            times.end_layer()  # no backward comes after that of this layer
 
         when_backward_ends(finish)
 
-    def _end_backward(self, marks: Marks, gradient: torch.Tensor | None = None) -> None:
+    def _end_backward(self, backward: Pass, gradient: torch.Tensor | None = None) -> None:
         # A leaf that is the input of several microbatches tells each of them of each gradient.
-        if marks.backward_start is not None and marks.backward_end is None:
-            marks.backward_end = self._mark("backward")
-            marks.host_s["backward"] = self._recorder.queueing.end("backward")
-            self._recorder.end_layer(gradient)
+        if backward.start is not None and backward.end is None:
+            self._end(backward, "backward")
+            self._times.end_layer(gradient)
 
-    def _mark(self, phase: str) -> Event:
-        mark, most_bytes = self._recorder.mark()
+    def _end(self, one: Pass, phase: Phase) -> None:
+        one.end = self._mark(phase)
+        one.host_s = self._times.queueing.end(phase)
+
+    def _mark(self, phase: Phase) -> Event:
+        mark, most_bytes = self._times.mark()
         self.peaks[phase] = max(self.peaks[phase], most_bytes)
         return mark
 

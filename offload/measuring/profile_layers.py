@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import get_args
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from offload.base.checks import check_callable, check_int, format_bytes, format_
 from offload.base.layer_events import LayerListener, Turn, check_layers, listeners_on
 from offload.device.backend import Backend
 from offload.device.select import get_backend
-from offload.measuring.layer_times import LayerTimes, MeasuredLayer
+from offload.measuring.layer_times import LayerTimes, MeasuredLayer, Phase
 from offload.observe.memory import memory_peak
 from offload.planning.layer_costs import costs_of, peak_bytes, region_costs, with_workspace
 from offload.planning.profile import HostSeconds, LayerProfile, Link, Profile
@@ -100,10 +101,15 @@ def _measure(
         times.start(memory_peak(backend.device))
         step()  # without hooks, under which some tensors live longer
         times.time(step, steps)
-    profiles = [layer.profile() for layer in times.layers]
-    host_s = zip(*(_filled(times.host_s(phase)) for phase in ("forward", "backward")), strict=True)
-    profiles = [replace(one, host=HostSeconds(sum(each_s))) for one, each_s in zip(profiles, host_s, strict=True)]
-    return with_workspace(Profile(tuple(profiles), times.loss_s(), times.other_s()), times.peaks())
+    for layer in times.layers:
+        layer.check_ran()
+    saved = [tuple(layer.tensors.values()) for layer in times.layers]
+    host_s = map(sum, zip(*(_filled(times.host_s(phase)) for phase in get_args(Phase)), strict=True))
+    profiles = tuple(
+        LayerProfile(*seconds, sum(tensors), tensors, host=HostSeconds(each_s))
+        for seconds, tensors, each_s in zip(times.seconds(), saved, host_s, strict=True)
+    )
+    return with_workspace(Profile(profiles, times.loss_s(), times.other_s()), times.peaks())
 
 
 def _measure_recomputed(

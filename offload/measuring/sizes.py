@@ -17,9 +17,9 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,6 +33,13 @@ MUCH_LARGER = 6.6
 
 SIMILAR = 0.7
 """From this part of a plan's size on, inputs follow the plan; smaller ones have one of their own."""
+
+OF_LAYERS = (
+    "forward_s", "backward_s", "workspace_bytes", "forward_workspace_bytes", "freed_sooner_bytes", "small_bytes",
+)  # fmt: skip
+"""What of a layer follows a line over the bytes of its regions."""
+
+BESIDE_LAYERS = ("loss_s", "other_s", "loss_bytes")  # follow a line over the elements of the inputs
 
 Powers = tuple[int, ...]
 """Of each side, the power with which bytes grow; empty if bytes grow with the number of elements."""
@@ -117,8 +124,7 @@ class CostsBySize:
 
     def cover(self, inputs: Inputs) -> None:
         """Count these inputs to the largest from here on."""
-        now = self.size_of(inputs)
-        self._covered = [*(one for one in self._covered if not is_within(self.size_of(one), now)), inputs]
+        self._covered.append(inputs)
 
     @property
     def largest(self) -> Size:
@@ -128,34 +134,22 @@ class CostsBySize:
 
     def at(self, size: Size) -> tuple[Profile, int]:
         """The profile of inputs of this size, and the bytes that are needed outside of the layers."""
-        last = self._timed[-1]
-        known = [layer.regions for layer in last.profile.layers]
-        grown = self._grown(last.kind, known, self.size_of(last.inputs), size)
+        last, profiles = self._timed[-1], [one.profile for one in self._timed]
+        then = self.size_of(last.inputs)
+        grown = self._grown(last.kind, [layer.regions for layer in last.profile.layers], then, size)
         elements_each = [one.inputs.elements for one in self._timed]
         layers = []
         for number, regions in enumerate(grown):
-            timed = [one.profile.layers[number] for one in self._timed]
+            timed = [one.layers[number] for one in profiles]
             # With a byte for each element, for layers without regions.
             sizes = [_bytes_of(one.regions) + elements for one, elements in zip(timed, elements_each, strict=True)]
-            line = partial(_on_line, sizes, timed, _bytes_of(regions) + size[()])
-            forward_s = line("forward_s")
-            longer = forward_s / timed[-1].forward_s if timed[-1].forward_s > 0 else size[()] / last.inputs.elements
-            layers.append(
-                LayerProfile.from_regions(
-                    [replace(region, seconds=longer * region.seconds) for region in regions],
-                    forward_s,
-                    line("backward_s"),
-                    workspace_bytes=round(line("workspace_bytes")),
-                    forward_workspace_bytes=round(line("forward_workspace_bytes")),
-                    freed_sooner_bytes=round(line("freed_sooner_bytes")),
-                    small_bytes=round(line("small_bytes")),
-                    host=timed[-1].host,
-                )
-            )
-        line = partial(_on_line, elements_each, [one.profile for one in self._timed], size[()])
-        profile = Profile(tuple(layers), line("loss_s"), line("other_s"), round(line("loss_bytes")))
+            found = {name: _on_line(sizes, timed, _bytes_of(regions) + size[()], name) for name in OF_LAYERS}
+            longer = found["forward_s"] / timed[-1].forward_s if timed[-1].forward_s > 0 else size[()] / then[()]
+            slower = [replace(region, seconds=longer * region.seconds) for region in regions]
+            layers.append(LayerProfile.from_regions(slower, host=timed[-1].host, **found))
+        values: dict[str, Any] = {name: _on_line(elements_each, profiles, size[()], name) for name in BESIDE_LAYERS}
         missing_bytes = _on_line(elements_each, self._timed, size[()], "missing_bytes") + self._more_bytes * size[()]
-        return profile, math.ceil(missing_bytes)
+        return Profile(tuple(layers), **values), math.ceil(missing_bytes)
 
     def _grown(self, kind: RegionNames, regions: Regions, then: Size, now: Size) -> list[list[RegionProfile]]:
         """The regions of inputs of one size as they are with inputs of another."""
@@ -246,7 +240,6 @@ def _on_line(sizes: Sequence[float], values: Sequence[object], size: float, name
     points = sorted((one, float(getattr(value, name))) for one, value in zip(sizes, values, strict=True))
     most, last = points[-1]
     smaller = [one for one in points if LARGER * one[0] <= most]
-    if not smaller:
-        return last * size / most
-    before, first = smaller[-1]
-    return max(0.0, last + max(0.0, last - first) * (size - most) / (most - before))
+    before, first = smaller[-1] if smaller else (0.0, 0.0)
+    found = max(0.0, last + max(0.0, last - first) * (size - most) / (most - before))
+    return round(found) if name.endswith("_bytes") else found

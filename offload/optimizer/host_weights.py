@@ -7,29 +7,25 @@ with these parameters steps them on the device that they compute on, and not whe
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 
-class WeightHolder(ABC):
+class WeightHolder(Protocol):
     """Holds the weights of some parameters on the host, and loads the weights when their layer computes."""
 
     device: torch.device  # where the layers compute
     parameters: AbstractSet[torch.Tensor]
 
-    @abstractmethod
     def check_steps(self, parameters: Iterable[torch.Tensor]) -> None:
         """Raise if these parameters cannot be stepped in backward; nothing has been changed by then."""
 
-    @abstractmethod
     def begin_steps(self, steps: Any, parameters: Iterable[torch.Tensor]) -> None:
         """From now on, give the gradients of these parameters to ``steps``, the ``BackwardSteps`` of an optimizer."""
 
-    @abstractmethod
     def end_steps(self) -> None:
         """Give nothing to an optimizer any more."""
 

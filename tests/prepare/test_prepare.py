@@ -23,6 +23,11 @@ PREPARE = sys.modules["offload.prepare"]  # the function has its name
 RESIDENT, STREAMED, CONSUMED, ALL_CONSUMED, ALL_STREAMED, ON_HOST = RECIPES
 
 
+def chosen(recipe: Recipe) -> Callable[[offload.TrainingPlan], Any]:
+    """Chooses a recipe of a plan, in place of the first one that leaves room for activations."""
+    return lambda plan: next(one for one in plan.recipes if one.recipe == recipe)
+
+
 class Model(nn.Module):
     """An embedding, decoder layers, and a head."""
 
@@ -195,7 +200,7 @@ def test_a_change_of_recipes_rounds_no_state(
 
     options: dict[str, Any] = {"dtype": torch.bfloat16, "state_dtype": torch.float32}
     expected = train(lab, None, **options)[0]
-    monkeypatch.setattr(PREPARE, "_first_recipe", lambda _: before)
+    monkeypatch.setattr(PREPARE, "_first_of", chosen(before))
     monkeypatch.setattr(PREPARE, "plan_recipes", to_the_other)
     found, recipes = train(lab, 1 << 30, step_in_backward=True, **options)
     assert (recipes[0], recipes[-1]) == (before, after)
@@ -205,7 +210,7 @@ def test_a_change_of_recipes_rounds_no_state(
 def test_a_change_of_recipes_needs_no_memory_for_the_state(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither on the device nor, pinned, a second time on the host."""
     monkeypatch.setattr(PREPARE, "RECIPES", (STREAMED, CONSUMED))
-    monkeypatch.setattr(PREPARE, "_first_recipe", lambda _: STREAMED)
+    monkeypatch.setattr(PREPARE, "_first_of", chosen(STREAMED))
     monkeypatch.setattr(PREPARE.TrainingPlan, "chosen", property(lambda plan: plan.recipes[1]))
     model = Model().to(lab.device)
     optimizer = adamw(model)
@@ -272,7 +277,7 @@ def test_from_weights_on_the_host_to_less_on_the_host(last: Recipe, lab: Lab, mo
     """The state that is pinned already remains where it is."""
     first = ALL_STREAMED if last is ALL_CONSUMED else ALL_CONSUMED
     monkeypatch.setattr(PREPARE, "RECIPES", (last, first))
-    monkeypatch.setattr(PREPARE, "_first_recipe", lambda plan: first)
+    monkeypatch.setattr(PREPARE, "_first_of", chosen(first))
     monkeypatch.setattr(PREPARE.TrainingPlan, "chosen", property(lambda plan: plan.recipes[0]))
     pinned: list[int] = []
     found, recipes = train(lab, 1 << 30, step_in_backward=True, after_step=lambda: pinned.append(lab.pool.pinned_bytes))
