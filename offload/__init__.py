@@ -14,15 +14,13 @@ from offload.measuring.measure_link import measure_link, plan
 from offload.measuring.profile_layers import profile_layers
 from offload.observe.memory import MemoryMeter, memory_meter
 from offload.observe.record import record_timeline
-from offload.observe.spans import Span
-from offload.observe.timeline import Timeline
+from offload.observe.timeline import Span, Timeline
 from offload.offload_layers import OffloadedLayers, offload_layers
 from offload.optimizer.stream import OptimizerStats, StreamedOptimizer, stream_optimizer
 from offload.planning.plan import Plan
 from offload.planning.profile import LayerProfile, Link, Profile
-from offload.planning.recipes import RecipePlan, TrainingPlan
+from offload.planning.recipes import Recipe, RecipePlan, TrainingPlan
 from offload.planning.simulate import simulate
-from offload.planning.training_bytes import Recipe
 from offload.prepare import PreparedTraining, prepare
 from offload.recompute.costs import LayerPolicy, RegionProfile
 from offload.recompute.policies import Policy

@@ -30,12 +30,19 @@ from offload.measuring.follow_plan import FollowPlan
 from offload.measuring.in_pieces import Pieces
 from offload.measuring.layer_times import ForwardBegins
 from offload.measuring.memory_left import all_bytes, bytes_of_gradients, training_bytes, usable_bytes
-from offload.optimizer.arithmetic import seconds_per_element
+from offload.optimizer.chunks import seconds_per_element
+from offload.optimizer.state import move_state
 from offload.optimizer.stream import CHUNK_BYTES, OptimizerStats, StreamedOptimizer, check_float32, stream_optimizer
 from offload.planning.plan import Plan, make_plan
 from offload.planning.profile import Link, Profile
-from offload.planning.recipes import Prediction, RecipePlan, TrainingPlan, plan_recipes, without_activations
-from offload.planning.training_bytes import RECIPES, TrainingBytes
+from offload.planning.recipes import (
+    Prediction,
+    RecipePlan,
+    TrainingBytes,
+    TrainingPlan,
+    plan_recipes,
+    without_activations,
+)
 from offload.recompute.compiled_levels import parse_compile
 from offload.weights.streamed import StreamedWeights, WeightStats, stream_weights
 
@@ -217,7 +224,7 @@ class PreparedTraining(Handle):
                 consume_gradients=recipe.gradients == "consumed",
             )
         else:
-            _move_state(self._optimizer)
+            move_state(self._optimizer)
         if self._activations is None:
             self._activations = self._measured()
         self._activations.context.limit_host(most)
@@ -412,14 +419,15 @@ def prepare(
         places = {"streamed"}  # by the program
     elif dist.is_initialized() and dist.get_world_size() > 1:
         places = {"resident"}  # where each rank may choose for itself what is shortest
-    recipes = [
-        recipe
-        for recipe in RECIPES
-        if recipe.weights in places
-        and (step_in_backward or recipe.gradients != "consumed")
-        and (state_dtype is None or recipe.optimizer != "cpu")
-    ]
-    plan = replace(without_activations(training, usable_bytes(budget, target), host, recipes), memory_budget=budget)
+    every = without_activations(training, usable_bytes(budget, target), host)
+    reached = tuple(
+        one
+        for one in every.recipes
+        if one.recipe.weights in places
+        and (step_in_backward or one.recipe.gradients != "consumed")
+        and (state_dtype is None or one.recipe.optimizer != "cpu")
+    )
+    plan = replace(every, recipes=reached, memory_budget=budget)
     if not plan.fits:
         needs = "; ".join(f"{one.recipe}: {one.reason}" for one in plan.recipes)
         raise ValueError(
@@ -439,11 +447,3 @@ def _first_of(plan: TrainingPlan) -> RecipePlan:
     fitting = [one for one in plan.recipes if not one.reason]
     roomy = [one for one in fitting if one.device_bytes <= FIRST_SHARE * plan.memory_budget]
     return (roomy or sorted(fitting, key=lambda one: one.device_bytes))[0]
-
-
-def _move_state(optimizer: torch.optim.Optimizer) -> None:
-    """Optimizer state to the devices of its parameters; counters remain where the optimizer has them."""
-    for parameter, entry in list(optimizer.state.items()):
-        for key, value in entry.items():
-            if isinstance(value, torch.Tensor) and (value.numel() > 1 or value.shape == parameter.shape != ()):
-                entry[key] = value.to(parameter.device)

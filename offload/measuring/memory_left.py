@@ -9,12 +9,10 @@ import torch
 from torch import nn
 
 from offload.optimizer.chunks import NUM_SLOTS
-from offload.optimizer.proof import prove
-from offload.optimizer.remainder import REMAINDER_BYTES
-from offload.optimizer.stand_in import with_groups
-from offload.optimizer.state import local
+from offload.optimizer.proof import prove, with_groups
+from offload.optimizer.state import REMAINDER_BYTES, local
 from offload.planning.profile import Link
-from offload.planning.training_bytes import TrainingBytes
+from offload.planning.recipes import TrainingBytes
 
 AUTO_SHARE = 0.92
 """Of what the device has left: allocators need some room to cut blocks from."""

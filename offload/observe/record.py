@@ -32,8 +32,7 @@ from offload.base.checks import check_callable, check_int
 from offload.base.trace import Mark
 from offload.device.select import resolve_device
 from offload.observe.memory import CpuAllocations
-from offload.observe.spans import LANES, Kind, Lane, Span, merged
-from offload.observe.timeline import Timeline
+from offload.observe.timeline import LANES, Kind, Lane, Span, Timeline, merged
 
 STALL_S = 20e-6  # shorter pauses between two kernels are not drawn: a launch takes as long
 MERGE_S = 200e-6  # copies of one layer with a shorter pause are drawn as one; of no known layer, `STALL_S`

@@ -11,12 +11,14 @@ they are not on the device already, and the weights are written with the state.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -26,10 +28,20 @@ from offload.base import trace
 from offload.base.checks import warn_caller
 from offload.base.tensors import aligned
 from offload.device.backend import Backend, Event
-from offload.optimizer.proof import dtype_of_step, gradient_dtype, is_large
-from offload.optimizer.remainder import REMAINDER, join, split
-from offload.optimizer.stand_in import OWN, Group, changes, stand_in_for, unhooked_step, with_groups
-from offload.optimizer.state import TOTAL, WEIGHTS, ParameterState, StateStore, local
+from offload.device.select import get_backend
+from offload.optimizer.proof import (
+    OWN,
+    Group,
+    changes,
+    dtype_of_step,
+    gradient_dtype,
+    is_large,
+    prove,
+    stand_in_for,
+    unhooked_step,
+    with_groups,
+)
+from offload.optimizer.state import REMAINDER, TOTAL, WEIGHTS, ParameterState, StateStore, join, local, split
 
 NUM_SLOTS = 3
 PIECE_ELEMENTS = 1024  # pieces begin at multiples of this: vectors of kernels, and the alignment of copies
@@ -395,3 +407,42 @@ def _dense(gradient: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     if gradient.stride() == weights.stride():
         return gradient
     return torch.empty_like(weights, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
+
+
+TIMED_STEPS = 3
+STATE_BYTES = 8  # of an element, as AdamW has it in float32: this sizes the parameter that is stepped, no more
+FILLING = 64  # copies that keep an accelerator busy until the host has queued the step: kernels are timed, no gaps
+
+
+def seconds_per_element(
+    optimizer: torch.optim.Optimizer,
+    state_dtype: torch.dtype | None,
+    device: torch.device,
+    chunk_bytes: int,
+    *,
+    master_weights: bool = False,
+) -> float:
+    """Seconds of a step for each element, of a parameter like the largest whose state is resident and fills a chunk."""
+    trained = [pair for pair in with_groups(optimizer) if pair[1].requires_grad and pair[1].ndim and pair[1].numel()]
+    if not trained:
+        return 0.0
+    number, largest = max(trained, key=lambda pair: pair[1].numel())
+    columns = math.prod(largest.shape[1:])
+    size = max(1, min(len(largest), chunk_bytes // STATE_BYTES // columns)), *largest.shape[1:]
+    parameter = nn.Parameter(torch.zeros(size, dtype=largest.dtype, device=device))
+    parameter.grad = torch.zeros_like(parameter)
+    group = {**optimizer.param_groups[number], "params": [parameter]}
+    alone = stand_in_for(optimizer, [group], defaultdict(dict))
+    backend = get_backend(device)
+    proof = prove(alone, state_dtype, device)
+    options: dict[str, Any] = {"state_dtype": state_dtype, "master_weights": master_weights, "max_host_bytes": None}
+    stepper = ChunkStepper(alone, backend, max(1, chunk_bytes), proof=proof, resident_bytes=1 << 60, **options)
+    with torch.no_grad():
+        stepper.step([(0, parameter)])  # which makes the state
+        for _ in range(FILLING if device.type != "cpu" else 0):
+            parameter.data.copy_(parameter.grad)
+        marks = [backend.mark()]
+        for _ in range(TIMED_STEPS):
+            stepper.step([(0, parameter)])
+            marks.append(backend.mark())
+    return min(backend.seconds(pairwise(marks))) / parameter.numel()

@@ -5,7 +5,7 @@ chunk. Then the chunk's load is queued, and its step on a stream of its own, beh
 compute waits for no load. At the end of backward compute waits for the last step.
 
 Layers whose weights are on the host give their gradients by themselves, layer by layer: see
-:mod:`offload.weights.step`. Their weights are updated in the layer's device memory and copied to the host.
+:mod:`offload.weights.gradients`. Their weights are updated in the layer's device memory and copied to the host.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ from torch.utils.hooks import RemovableHandle
 from offload.base.torch_private import EndOfBackward, ddp_parameters, this_backward, when_backward_ends
 from offload.device.backend import Event
 from offload.optimizer.chunks import NUM_SLOTS, ChunkStepper, StepWait, check_dense
-from offload.optimizer.host_weights import WeightHolder, holders_of
-from offload.optimizer.stand_in import with_groups
-from offload.optimizer.state import local
+from offload.optimizer.proof import with_groups
+from offload.optimizer.state import WeightHolder, holders_of, local
 
 _logger = logging.getLogger(__name__)
 

@@ -3,6 +3,13 @@
 The program finds the homes in ``optimizer.state``, in their parameters' shapes, so that ``state_dict()`` copies
 nothing. Their memory is the device's pool's. It returns there when nobody holds the tensor any more, neither the
 optimizer nor a ``state_dict`` that the program has kept.
+
+Master weights are the state of a bfloat16 parameter, in 2 bytes beside the weight's 2: a float32 number is the nearest
+bfloat16 number and a remainder of 16 bits. Of two that are equally near, the larger in magnitude is taken, so that the
+remainder, the difference of the bits, fits int16.
+
+:mod:`offload.weights` is above this folder and holds the weights of some parameters on the host. It registers what
+holds them, so that an optimizer with these parameters steps them on the device that they compute on.
 """
 
 from __future__ import annotations
@@ -10,8 +17,9 @@ from __future__ import annotations
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -20,9 +28,58 @@ from offload.base.tensors import own_storage
 from offload.device.backend import Backend, Event
 from offload.host.buffers import HostBuffer
 from offload.host.pool import HostPool, get_host_pool
-from offload.optimizer.host_weights import holder_of
 from offload.optimizer.proof import Proof, dtype_of_step, is_large, of_shape
-from offload.optimizer.remainder import REMAINDER
+
+REMAINDER = "master_remainder"  # the name of the remainders in the state of a parameter
+REMAINDER_BYTES = 2  # of a weight
+_TIE = 1 << 15
+
+
+def join(nearest: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """The float32 numbers that :func:`split` was given."""
+    bits = nearest.view(torch.int16).to(torch.int32)
+    return bits.bitwise_left_shift_(16).add_(remainder).view(torch.float32)
+
+
+def split(numbers: torch.Tensor, nearest: torch.Tensor) -> torch.Tensor:
+    """Write the bfloat16 numbers into ``nearest``; returns the remainders, int16."""
+    nearest.copy_(numbers)  # to even where two are equally near; what is not a number remains so
+    bits = nearest.view(torch.int16)
+    remainder = numbers.view(torch.int32) - bits.to(torch.int32).bitwise_left_shift_(16)
+    remainder.masked_fill_(nearest.isnan(), 0)  # else the bits of some would be those of a number
+    bits.add_(remainder == _TIE)  # their remainder, -2 ** 15 then, has the same low 16 bits
+    return remainder.to(torch.int16)
+
+
+class WeightHolder(Protocol):
+    """Holds the weights of some parameters on the host, and loads the weights when their layer computes."""
+
+    device: torch.device  # where the layers compute
+    parameters: AbstractSet[torch.Tensor]
+
+    def check_steps(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Raise if these parameters cannot be stepped in backward; nothing has been changed by then."""
+
+    def begin_steps(self, steps: Any, parameters: Iterable[torch.Tensor]) -> None:
+        """From now on, give the gradients of these parameters to ``steps``, the ``BackwardSteps`` of an optimizer."""
+
+    def end_steps(self) -> None:
+        """Give nothing to an optimizer any more."""
+
+
+holders: weakref.WeakSet[WeightHolder] = weakref.WeakSet()  # all that hold the weights of their parameters now
+
+
+def holder_of(parameter: torch.Tensor) -> WeightHolder | None:
+    """What holds the weights of ``parameter`` on the host, if anything does."""
+    return next((one for one in holders if parameter in one.parameters), None)
+
+
+def holders_of(parameters: Iterable[torch.Tensor]) -> list[WeightHolder]:
+    """What holds the weights of some of these parameters."""
+    some = set(parameters)
+    return [one for one in holders if not some.isdisjoint(one.parameters)]
+
 
 WEIGHTS, TOTAL = "(weights)", "(gradient)"
 """Names of what is loaded beside the state of a parameter whose weights are on the host."""
@@ -43,6 +100,14 @@ def spread(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         local_part: torch.Tensor = whole.to_local()  # type: ignore[attr-defined]  # a DTensor
         local_part.data = part
     return whole
+
+
+def move_state(optimizer: torch.optim.Optimizer) -> None:
+    """Optimizer state to the devices of its parameters; counters remain where the optimizer has them."""
+    for parameter, entry in list(optimizer.state.items()):
+        for key, value in entry.items():
+            if isinstance(value, torch.Tensor) and (value.numel() > 1 or value.shape == parameter.shape != ()):
+                entry[key] = value.to(parameter.device)
 
 
 def _settled(name: str) -> Callable[..., Any]:

@@ -19,10 +19,8 @@ from offload.device.capture import CaptureError
 from offload.device.select import get_backend
 from offload.optimizer.chunks import ChunkStepper, check_dense
 from offload.optimizer.early import BackwardSteps
-from offload.optimizer.host_weights import holder_of, holders_of
-from offload.optimizer.proof import prove
-from offload.optimizer.stand_in import with_groups, without_parameters
-from offload.optimizer.state import local, spread
+from offload.optimizer.proof import prove, with_groups, without_parameters
+from offload.optimizer.state import holder_of, holders_of, local, spread
 
 CHUNK_BYTES = 512 << 20  # of state: AdamW's for 64 Mi parameters, in float32
 MIN_CHUNKS = 8  # in which the state is streamed, if it is less than so many times the size of a chunk

@@ -20,7 +20,7 @@ from itertools import accumulate
 from operator import add, attrgetter, sub
 from typing import NamedTuple
 
-from offload.observe.spans import Kind
+from offload.observe.timeline import Kind
 from offload.planning.profile import LayerProfile, Link, Profile
 from offload.recompute.costs import LayerPolicy, RegionProfile
 

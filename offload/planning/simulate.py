@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from offload.observe.spans import COPY_LANES, LANES, Kind, Lane, Span, merged
-from offload.observe.timeline import Timeline
+from offload.observe.timeline import COPY_LANES, LANES, Kind, Lane, Span, Timeline, merged
 from offload.planning.layer_costs import LayerPieces, inputs_of, layer_pieces, saved_of
 from offload.planning.profile import LayerProfile, Link, Profile, check_link, check_profile
 from offload.recompute.costs import LayerPolicy

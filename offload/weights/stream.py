@@ -25,12 +25,11 @@ from offload.base.layer_events import LayerCall, LayerListener, Turn
 from offload.base.tensors import tensors_in
 from offload.base.torch_private import EndOfBackward, address_of, before_backward, in_backward, when_backward_ends
 from offload.device.backend import Backend
-from offload.optimizer.host_weights import holders
+from offload.optimizer.state import holders
 from offload.optimizer.stream import streams_any_of
-from offload.weights.gradients import GradientWriter
+from offload.weights.gradients import GradientWriter, LayerSteps
 from offload.weights.layer import WeightLayer, WeightSlots, WeightWait
 from offload.weights.reduce import GradientReducer
-from offload.weights.step import LayerSteps
 
 _logger = logging.getLogger(__name__)
 

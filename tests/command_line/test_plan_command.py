@@ -16,8 +16,7 @@ import transformers
 
 import offload
 from offload.command_line.count import Rates, count_model, read_config
-from offload.command_line.main import main
-from offload.command_line.plan import call_for, recipes_for
+from offload.command_line.main import call_for, main, recipes_for
 
 GIB = 1 << 30
 SIZES = ["num_hidden_layers=5", "hidden_size=1024", "intermediate_size=4096", "num_attention_heads=8"]

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from offload.observe import record
-from offload.observe.spans import Span
+from offload.observe.timeline import Span
 
 DEVICE = torch.device("cuda", 0)
 US = 1e-6

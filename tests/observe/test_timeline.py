@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.base.checks import format_bytes, format_s, parse_bytes
-from offload.observe.spans import Span
-from offload.observe.timeline import Timeline
+from offload.observe.timeline import Span, Timeline
 
 
 @pytest.fixture

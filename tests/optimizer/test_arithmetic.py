@@ -9,8 +9,8 @@ from models import assert_same
 from torch import nn
 from training import build, plain_steps, values
 
-from offload.optimizer.arithmetic import seconds_per_element
-from offload.optimizer.remainder import join, split
+from offload.optimizer.chunks import seconds_per_element
+from offload.optimizer.state import join, split
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor, torch.optim.Muon])

@@ -13,7 +13,7 @@ from models import assert_same
 from torch import nn
 from training import Make, assert_same_training, batch, build, loss_of, plain_steps, stream, values
 
-from offload.optimizer.remainder import join
+from offload.optimizer.state import join
 
 STEPS = 20
 

@@ -16,7 +16,7 @@ from strategies import default
 from ways import choose, ways_to_train
 
 from offload.base.checks import format_bytes, format_s
-from offload.command_line import plan as command
+from offload.command_line import main as command
 from offload.command_line.count import Rates, count_model, read_config
 from offload.command_line.main import main
 from offload.measuring.profile_layers import learning_schedule, recompute_all

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from strategies import default, layer_profiles, links, points, seconds, sizes, steps
 
 import offload
-from offload.observe.spans import COPY_LANES, LANES
-from offload.observe.timeline import Timeline
+from offload.observe.timeline import COPY_LANES, LANES, Timeline
 from offload.planning.layer_costs import region_costs
 from offload.planning.plan import Plan, make_plan
 from offload.planning.profile import LayerProfile, Link, Profile

@@ -8,7 +8,7 @@ from models import assert_same
 from test_prepare import RESIDENT, STREAMED, Model, adamw, weight_bytes
 
 import offload
-from offload.planning.training_bytes import Recipe
+from offload.planning.recipes import Recipe
 
 LENGTHS = (8, 8, 16, 16, 16, *[100] * 8, 16, 100)
 

@@ -12,8 +12,7 @@ from models import WIDTH, assert_same, build, through
 from torch import nn
 
 import offload
-from offload.planning.recipes import plan_recipes
-from offload.planning.training_bytes import RECIPES, Recipe
+from offload.planning.recipes import RECIPES, Recipe, plan_recipes
 
 STEPS = 8
 WORDS = 16384
@@ -423,7 +422,7 @@ def test_another_part_of_the_state_is_resident(
 
     monkeypatch.setattr(PREPARE, "RECIPES", (recipe,))
     monkeypatch.setattr(PREPARE, "plan_recipes", with_part)
-    monkeypatch.setattr("offload.planning.training_bytes.TrainingBytes.least_resident", lambda *_: parts[before])
+    monkeypatch.setattr("offload.planning.recipes.TrainingBytes.least_resident", lambda *_: parts[before])
     held: list[tuple[int, int]] = []
     prepare = offload.prepare
 

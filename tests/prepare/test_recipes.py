@@ -9,8 +9,15 @@ import pytest
 
 import offload
 from offload.base.evenly import evenly
-from offload.planning.recipes import WORTH, Prediction, plan_recipes, without_activations
-from offload.planning.training_bytes import RECIPES, Recipe, TrainingBytes
+from offload.planning.recipes import (
+    RECIPES,
+    WORTH,
+    Prediction,
+    Recipe,
+    TrainingBytes,
+    plan_recipes,
+    without_activations,
+)
 
 RESIDENT, STREAMED, CONSUMED, ALL_CONSUMED, ALL_STREAMED, ON_HOST = RECIPES
 

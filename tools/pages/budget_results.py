@@ -10,7 +10,7 @@ from blocks import Columns, Row, cells, markdown_table, picture, read, row_of, t
 from drawing import NARROW_INCHES, label_axes
 from page_text import GIB, day_of, gib, gib1, link_of, more, ms, torch_of
 
-from offload.observe.plot import COLORS, INK, new_figure, style_axes
+from offload.observe.timeline import COLORS, INK, new_figure, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,7 +9,7 @@ from drawing import NARROW_INCHES, WIDE_INCHES, Maker
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
 from offload import OffloadState
-from offload.observe.plot import COLORS, INK, new_figure, text_color
+from offload.observe.timeline import COLORS, INK, new_figure, text_color
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 
-from offload.observe.plot import INK, style_axes
+from offload.observe.timeline import INK, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,8 +13,7 @@ from diagrams import DIAGRAMS
 from drawing import NARROW_INCHES, WIDE_INCHES, Maker, plotted, put_key, put_title
 from page_text import GIB
 
-from offload.observe.plot import COLORS, INK, new_figure, style_axes
-from offload.observe.timeline import Timeline
+from offload.observe.timeline import COLORS, INK, Timeline, new_figure, style_axes
 from offload.planning.profile import LayerProfile, Link, Profile
 from offload.planning.simulate import simulate
 from offload.schedule.schedule import Schedule

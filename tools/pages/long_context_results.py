@@ -9,7 +9,7 @@ from blocks import Columns, Row, cells, markdown_table, measured_on, picture, re
 from drawing import NARROW_INCHES, draw_bars, label_axes
 from page_text import GIB, gib1, torch_of
 
-from offload.observe.plot import COLORS, INK, new_figure
+from offload.observe.timeline import COLORS, INK, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

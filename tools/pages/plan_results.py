@@ -9,7 +9,7 @@ from typing import Any
 from blocks import markdown_table, read, table
 from page_text import GB, torch_of
 
-from offload.command_line.plan import H200, RATES
+from offload.command_line.main import H200, RATES
 from offload.planning.plan import make_plan
 from offload.planning.profile import Link, Profile
 

@@ -16,7 +16,7 @@ from page_text import GIB, day_of, gib, gib1, link_of, ms, percent, torch_of
 
 from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.base.checks import format_bytes
-from offload.observe.plot import COLORS, INK, new_figure
+from offload.observe.timeline import COLORS, INK, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
