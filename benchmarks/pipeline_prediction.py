@@ -12,7 +12,7 @@ import torch
 
 from offload.pipelining import PipelinePlan, StageProfile
 from offload.pipelining.order import read_actions
-from offload.pipelining.rank_step import RankStep
+from offload.pipelining.plan import RankStep
 from offload.planning.profile import Link
 from offload.schedule.points import Move, Point
 from offload.schedule.schedule import Schedule

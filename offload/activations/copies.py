@@ -17,9 +17,8 @@ from offload.base import trace
 from offload.base.checks import format_bytes, warn_caller
 from offload.device.backend import Backend, Event, Stream, Wait
 from offload.device.capture import CaptureError, is_capturing
-from offload.host.buffers import HostBuffer
 from offload.host.page_locked import HostMemoryError
-from offload.host.pool import HostPool
+from offload.host.pool import HostBuffer, HostPool
 
 WORTH_A_WARNING = 0.5  # so much of the copied bytes has freed nothing: the first layer's input is often less
 NO_HOST_MEMORY = "no host memory"  # why a storage that did not fit on the host is kept, in `stats().skipped`

@@ -32,7 +32,7 @@ from offload.base.torch_private import (
     without_torch_function,
 )
 from offload.device.backend import Event, Wait
-from offload.host.buffers import HostBuffer
+from offload.host.pool import HostBuffer
 
 RESIZED = "resized"  # why a storage that the program has resized is kept on the device, in `stats().skipped`
 

@@ -1,4 +1,4 @@
 """The command ``python -m offload plan``: how to train a model, by its config.
 
-May import every folder but ``callbacks``. Open ``main.py`` first: ``plan.py`` answers, ``count.py`` counts a model.
+May import every folder but ``callbacks``. Open ``main.py`` first; ``count.py`` counts a model.
 """

@@ -26,8 +26,7 @@ import torch
 from offload.base.evenly import evenly
 from offload.base.tensors import own_storage
 from offload.device.backend import Backend, Event
-from offload.host.buffers import HostBuffer
-from offload.host.pool import HostPool, get_host_pool
+from offload.host.pool import HostBuffer, HostPool, get_host_pool
 from offload.optimizer.proof import Proof, dtype_of_step, is_large, of_shape
 
 REMAINDER = "master_remainder"  # the name of the remainders in the state of a parameter

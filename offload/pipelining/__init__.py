@@ -5,7 +5,6 @@ Open ``attach.py`` first.
 """
 
 from offload.pipelining.attach import PipelineOffload, attach
-from offload.pipelining.plan import PipelinePlan, plan_pipeline
-from offload.pipelining.rank_step import StageProfile
+from offload.pipelining.plan import PipelinePlan, StageProfile, plan_pipeline
 
 __all__ = ["PipelineOffload", "PipelinePlan", "StageProfile", "attach", "plan_pipeline"]

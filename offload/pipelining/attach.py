@@ -35,8 +35,7 @@ from offload.measuring.measure_link import measure_link
 from offload.measuring.memory_left import allocated_bytes
 from offload.pipelining.chunk import ChunkParts, LayeredChunk, StageLayers
 from offload.pipelining.order import Action, Chunk, read_actions, without_idle_inputs
-from offload.pipelining.plan import PipelinePlan, check_options, plan_pipeline
-from offload.pipelining.rank_step import StageProfile
+from offload.pipelining.plan import PipelinePlan, StageProfile, check_options, plan_pipeline
 from offload.planning.profile import Link
 from offload.recompute.policies import Policy, parse_policies
 from offload.schedule.schedule import Schedule

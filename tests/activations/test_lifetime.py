@@ -13,8 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload import OffloadState, get_cpu_offload_context
 from offload.activations.saved_storage import SavedStorage
-from offload.host.buffers import HostBuffer
-from offload.host.pool import HostPool
+from offload.host.pool import HostBuffer, HostPool
 
 LAYERS = 5
 SET_BYTES = 4096

@@ -13,8 +13,7 @@ from offload import LayerProfile, Link, Profile, Schedule
 from offload.base.checks import is_int, parse_bytes
 from offload.callbacks.base import WhileTraining
 from offload.device.select import resolve_device
-from offload.pipelining.plan import PipelinePlan
-from offload.pipelining.rank_step import StageProfile
+from offload.pipelining.plan import PipelinePlan, StageProfile
 
 LINK = Link(1e9, 1e9, 2e9)
 PROFILE = Profile(tuple(LayerProfile(1e-3, 2e-3, 1 << 20) for _ in range(4)))

@@ -19,8 +19,7 @@ from offload.device import capture as graphs
 from offload.device import cuda as cuda_device
 from offload.device.capture import CaptureError, current_capture, is_capturing
 from offload.host import pool as host_pool
-from offload.host.buffers import HostBuffer
-from offload.host.pool import BUFFER_ALIGNMENT_BYTES, HostPool
+from offload.host.pool import BUFFER_ALIGNMENT_BYTES, HostBuffer, HostPool
 
 KIB = 1024
 

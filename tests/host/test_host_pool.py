@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.host import pool as host_pool
-from offload.host.buffers import HostBuffer
 from offload.host.page_locked import HostMemoryError
-from offload.host.pool import BUFFER_ALIGNMENT_BYTES, PAGE_BYTES, HostPool
+from offload.host.pool import BUFFER_ALIGNMENT_BYTES, PAGE_BYTES, HostBuffer, HostPool
 
 KIB = 1 << 10
 

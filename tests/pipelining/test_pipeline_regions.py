@@ -11,7 +11,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 import offload
 from offload.pipelining.chunk import largest_list
-from offload.pipelining.rank_step import StageProfile
+from offload.pipelining.plan import StageProfile
 
 RECOMPUTE_MOST = {"*up*": "offload", "*norm*": "keep", "*": "recompute"}
 

@@ -19,8 +19,7 @@ from torch.distributed.pipelining.schedules import _Action
 
 from offload import Schedule
 from offload.pipelining.order import read_actions, without_idle_inputs
-from offload.pipelining.plan import INSTANT_LINK, plan_pipeline
-from offload.pipelining.rank_step import StageProfile
+from offload.pipelining.plan import INSTANT_LINK, StageProfile, plan_pipeline
 from offload.planning.profile import Link
 
 WORKER = Path(pipeline_worker.__file__)
