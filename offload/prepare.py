@@ -36,6 +36,7 @@ from offload.optimizer.stream import CHUNK_BYTES, OptimizerStats, StreamedOptimi
 from offload.planning.plan import Plan, make_plan
 from offload.planning.profile import Link, Profile
 from offload.planning.recipes import (
+    RECIPES,
     Prediction,
     RecipePlan,
     TrainingBytes,
@@ -419,15 +420,14 @@ def prepare(
         places = {"streamed"}  # by the program
     elif dist.is_initialized() and dist.get_world_size() > 1:
         places = {"resident"}  # where each rank may choose for itself what is shortest
-    every = without_activations(training, usable_bytes(budget, target), host)
-    reached = tuple(
-        one
-        for one in every.recipes
-        if one.recipe.weights in places
-        and (step_in_backward or one.recipe.gradients != "consumed")
-        and (state_dtype is None or one.recipe.optimizer != "cpu")
-    )
-    plan = replace(every, recipes=reached, memory_budget=budget)
+    recipes = [
+        recipe
+        for recipe in RECIPES
+        if recipe.weights in places
+        and (step_in_backward or recipe.gradients != "consumed")
+        and (state_dtype is None or recipe.optimizer != "cpu")
+    ]
+    plan = replace(without_activations(training, usable_bytes(budget, target), host, recipes), memory_budget=budget)
     if not plan.fits:
         needs = "; ".join(f"{one.recipe}: {one.reason}" for one in plan.recipes)
         raise ValueError(

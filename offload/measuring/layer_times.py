@@ -38,6 +38,7 @@ NEAR = 4
 
 
 Phase = Literal["forward", "backward"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 @dataclass
@@ -51,10 +52,6 @@ class Pass:
     host_s: float = 0.0  # of the host; 0 where that is not known
 
 
-def _new_round() -> dict[Phase, Pass]:
-    return {"forward": Pass(), "backward": Pass()}
-
-
 class _Queueing:
     """How far the host is ahead of the device, layer by layer."""
 
@@ -62,7 +59,7 @@ class _Queueing:
         self._backend = backend
         self._starts = deque([backend.mark()] * NEAR, NEAR)  # where the last layers start on the device
         self._start_s = 0.0  # when the host began the last one
-        self._most_s: dict[Phase, float] = {"forward": 0.0, "backward": 0.0}  # the most that a layer has taken
+        self._most_s: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)  # the most that a layer has taken
         self._near = False
 
     def begin(self, phase: Phase) -> Event:
@@ -103,7 +100,7 @@ class LayerTimes(Attachment):
         self.between_bytes = 0  # the most between the last forward and its backward, above that at the step's start
         self.last: MeasuredLayer | None = None  # the layer whose forward began last
         self._left_bytes = 0  # what was allocated when the backward of the layer ended that has ended last
-        self._behind: list[torch.Tensor] = []  # the leaves that the input of the microbatch's first layer depends on
+        self.behind: list[torch.Tensor] = []  # the leaves that the input of the microbatch's first layer depends on
         self._most_bytes = 0
         self.paused = False  # whether layers run that are not to be timed
         self.queueing = _Queueing(backend)
@@ -129,7 +126,7 @@ class LayerTimes(Attachment):
         self.memory = memory
         if memory is not None:
             for layer in self.layers:
-                layer.peaks = {"forward": 0, "backward": 0}
+                layer.peaks = dict.fromkeys(PHASES, 0)
             self.between_bytes = self._most_bytes = 0
             memory.start()
 
@@ -193,19 +190,15 @@ class LayerTimes(Attachment):
 
         Nobody can tell where the layer's own gradients or weights go after its backward.
         """
-        self._behind, first = [], self.layers[0].module()
+        self.behind, first = [], self.layers[0].module()
         if self.memory is None or first is None or is_sharded(first) or compute_device([first]) is not None:
             return 0
         return max(0, self._left_bytes - self.memory.other_bytes())
 
-    def begin_layers(self, inputs: object) -> None:
-        """The first layer of a microbatch begins."""
-        self._behind = [] if self.memory is None else list(_leaves_behind(tensors_in(inputs)))
-
     def end_layer(self, gradient: torch.Tensor | None = None) -> None:
         """A layer's backward has ended, with the gradient of its input."""
         if self.memory is not None:
-            new_bytes = sum(leaf.nbytes for leaf in self._behind if leaf.grad is None)  # which are there in the end
+            new_bytes = sum(leaf.nbytes for leaf in self.behind if leaf.grad is None)  # which are there in the end
             self._left_bytes = self.memory.other_bytes() - (0 if gradient is None else gradient.nbytes) + new_bytes
 
     def mark(self) -> tuple[Event, int]:
@@ -256,7 +249,7 @@ class MeasuredLayer(LayerListener):
         self.module = weakref.ref(module)  # weakly, as the layer's hooks hold this
         self.rounds: list[dict[Phase, Pass]] = []  # one for each microbatch
         self.tensors: dict[int, int] = {}  # the bytes of each storage that it saves, by the storage's address, in order
-        self.peaks: dict[Phase, int] = {"forward": 0, "backward": 0}  # the most memory, above that at the step's start
+        self.peaks: dict[Phase, int] = dict.fromkeys(PHASES, 0)  # the most memory, above that at the step's start
         self._times = times
         # A hook on a streamed parameter would make backward wait for its gradient.
         self._parameters = list(module.parameters()) if compute_device([module]) is None else []
@@ -265,14 +258,14 @@ class MeasuredLayer(LayerListener):
     def seconds(self) -> tuple[float, float]:
         """The median seconds of forward and of backward."""
         seconds, rounds = self._times.backend.seconds, self.complete_rounds()
-        return (
-            statistics.median(seconds((one["forward"].start, one["forward"].end) for one in rounds)),
-            statistics.median(seconds((one["backward"].start, one["backward"].end) for one in rounds)),
+        forward_s, backward_s = (
+            statistics.median(seconds((one[phase].start, one[phase].end) for one in rounds)) for phase in PHASES
         )
+        return forward_s, backward_s
 
     def check_ran(self) -> None:
         """Raise a ``ValueError`` if the layer's forward or its backward did not run."""
-        for what in get_args(Phase):
+        for what in PHASES:
             if not self.rounds or any(one[what].end is None for one in self.rounds):
                 raise ValueError(
                     f"layer {self.number} must run forward and backward in step(), but its {what} did not; pass "
@@ -287,12 +280,12 @@ class MeasuredLayer(LayerListener):
         if call.recomputes or not torch.is_grad_enabled():
             return
         times.forwards += 1
-        if times.forwards == 1:
-            times.begin_layers(inputs)
+        if times.forwards == 1 and times.memory is not None:
+            times.behind = list(_leaves_behind(tensors_in(inputs)))
         times.last = self
         if times.paused:
             return
-        self._running = now = _new_round()
+        self._running = now = {phase: Pass() for phase in PHASES}
         first = next((tensor for tensor in tensors_in(inputs) if tensor.requires_grad), None)
         if first is not None:
             now["backward"].ends_with_input = True

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any, Protocol
@@ -165,8 +165,8 @@ class ParameterState:
         self.gradient = self.weights = self.total = None
 
 
-_Wanted = tuple[ParameterState, str, torch.Tensor]
-"""A home that is to be allocated: of which parameter, its name, and a tensor without memory that looks like it."""
+_Likes = dict[str, torch.Tensor]
+"""Homes that are to be allocated for a parameter: tensors without memory that look like them, by their names."""
 
 
 class StateStore:
@@ -228,52 +228,47 @@ class StateStore:
     def reserve(self, parameters: Iterable[torch.Tensor], states: Mapping[Any, Any]) -> None:
         """Provide what the first step of these parameters will need, as far as it is known."""
         # State in ``states`` that is in its place is kept there: it is neither pinned twice nor twice on the device.
-        needed: dict[torch.Tensor, list[_Wanted]] = {}
+        wanted: dict[ParameterState, _Likes] = {}
         for parameter in parameters:
-            state, part, layout = self.of(parameter), local(parameter), self.layout(parameter).items()
+            part = local(parameter)
             alike = partial(torch.empty_strided, part.shape, part.stride(), device="meta")
-            needed[parameter] = [(state, key, alike(dtype=dtype)) for key, dtype in layout]
-        bytes_of = ((self.of(one), sum(like.nbytes for *_, like in found)) for one, found in needed.items())
-        sized = [pair for pair in bytes_of if pair[1]]
+            wanted[self.of(parameter)] = {key: alike(dtype=dtype) for key, dtype in self.layout(parameter).items()}
+        sized = [pair for pair in wanted.items() if pair[1]]
         for number in evenly(len(sized)):
             self._place(*sized[number])
-        wanted = []
-        for parameter, found in needed.items():
-            there = states.get(parameter)
-            for state, key, like in found:
-                value = there.get(key) if isinstance(there, dict) else None
-                value = local(value) if isinstance(value, torch.Tensor) else value
-                if type(value) is torch.Tensor and self._is_in_place(value, like, resident=state.resident):
-                    state.homes[key] = value
-                    self.counters["resident_bytes" if state.resident else "host_bytes"] += value.nbytes
-                else:
-                    wanted.append((state, key, like))
+        for state, likes in sized:
+            entry = states.get(state.parameter)
+            for key, value in entry.items() if isinstance(entry, dict) else ():
+                home = local(value) if isinstance(value, torch.Tensor) else value
+                if key in likes and type(home) is torch.Tensor and self._is_in_place(home, likes[key], state):
+                    state.homes[key] = home
+                    self.counters["resident_bytes" if state.resident else "host_bytes"] += likes.pop(key).nbytes
         self._allocate(wanted)
 
-    def _place(self, state: ParameterState, nbytes: int) -> None:
+    def _place(self, state: ParameterState, likes: _Likes) -> None:
         """Let all of a parameter's state be resident if so many bytes are left for that."""
+        nbytes = sum(like.nbytes for like in likes.values())
         if nbytes and not state.homes and not state.resident and nbytes <= self._resident_left:
             state.resident = True
             self._resident_left -= nbytes
 
-    def _is_in_place(self, value: torch.Tensor, like: torch.Tensor, *, resident: bool) -> bool:
+    def _is_in_place(self, value: torch.Tensor, like: torch.Tensor, state: ParameterState) -> bool:
         """Whether a state tensor is as it is wanted, in the pool or on the device."""
         if (value.dtype, value.shape, value.stride()) != (like.dtype, like.shape, like.stride()):
             return False
         pooled = value.data_ptr() in _pooled
         here = value.device == self._backend.device and not value.is_inference()
-        return (here and not pooled) if resident else pooled
+        return (here and not pooled) if state.resident else pooled
 
     def add(self, state: ParameterState, values: dict[str, torch.Tensor]) -> None:
         """Allocate homes for these state tensors, or pieces of state tensors, where there are none."""
-        wanted = []
+        part, likes = local(state.parameter), _Likes()
         for key, value in values.items():
             if key not in state.homes:
-                part = local(state.parameter)
                 like = part if self.proof.elementwise or value.shape == part.shape else value
                 dtype = self.state_dtype if self.state_dtype and value.is_floating_point() else value.dtype
-                wanted.append((state, key, torch.empty_like(like, dtype=dtype, device="meta")))
-        self._allocate(wanted)
+                likes[key] = torch.empty_like(like, dtype=dtype, device="meta")
+        self._allocate({state: likes})
 
     def adopt(self, states: dict[Any, Any]) -> None:
         """Take over state that there is, on whatever device; of sharded tensors, this rank's part."""
@@ -339,18 +334,17 @@ class StateStore:
             return value
         return torch.empty_like(value, dtype=dtype, device=device).copy_(value)
 
-    def _allocate(self, wanted: Sequence[_Wanted]) -> None:
+    def _allocate(self, wanted: Mapping[ParameterState, _Likes]) -> None:
         """On the device as long as there is room for all of a parameter's homes, else on the host."""
-        needed: Counter[ParameterState] = Counter()
-        for state, _, like in wanted:
-            needed[state] += like.nbytes
-        for state, nbytes in needed.items():
-            self._place(state, nbytes)  # unless it was known before the first step
-        for state, key, like in wanted:
-            if state.resident:
-                self.counters["resident_bytes"] += like.nbytes
-                state.homes[key] = torch.empty_like(like, device=self._backend.device)
-        host = [one for one in wanted if not one[0].resident]
+        host: list[tuple[ParameterState, str, torch.Tensor]] = []
+        for state, likes in wanted.items():
+            self._place(state, likes)  # unless it was known before the first step
+            for key, like in likes.items():
+                if state.resident:
+                    self.counters["resident_bytes"] += like.nbytes
+                    state.homes[key] = torch.empty_like(like, device=self._backend.device)
+                else:
+                    host.append((state, key, like))
         pool = get_host_pool(self._backend)
         buffers = pool.take_whole([like.nbytes for *_, like in host], self._max_host_bytes) if host else []
         for (state, key, like), buffer in zip(host, buffers, strict=True):

@@ -159,10 +159,6 @@ class Search:
             for number, policy in enumerate(policies)
         )
 
-    def whole(self, num_layers: int) -> Choice:
-        """The choice that offloads all that the first layers save, and keeps all that the others do."""
-        return Choice(num_layers, self.levels[-1])
-
     def scored(self, choice: Choice) -> Found | None:
         """What a choice comes to; ``None`` if it does not fit."""
         costs, profile = self.costs(choice), self.profile
@@ -174,9 +170,9 @@ class Search:
 
     def best(self) -> Found | None:
         """The best choice that was found; ``None`` if the least peak does not fit."""
-        found = self.scored(self.whole(0))
-        if found is not None:
-            return found
+        kept = self.scored(Choice(0, self.levels[-1]))
+        if kept is not None:
+            return kept
         if self._is_small:
             return min(filter(None, map(self.scored, self._every())), default=None)
         fastest = self._on_grid() or [*filter(None, [self._least])]
