@@ -38,7 +38,7 @@ NEAR = 4
 
 
 Phase = Literal["forward", "backward"]
-PHASES: tuple[Phase, ...] = get_args(Phase)
+PASSES: tuple[Phase, ...] = get_args(Phase)
 
 
 @dataclass
@@ -59,7 +59,7 @@ class _Queueing:
         self._backend = backend
         self._starts = deque([backend.mark()] * NEAR, NEAR)  # where the last layers start on the device
         self._start_s = 0.0  # when the host began the last one
-        self._most_s: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)  # the most that a layer has taken
+        self._most_s: dict[Phase, float] = dict.fromkeys(PASSES, 0.0)  # the most that a layer has taken
         self._near = False
 
     def begin(self, phase: Phase) -> Event:
@@ -126,7 +126,7 @@ class LayerTimes(Attachment):
         self.memory = memory
         if memory is not None:
             for layer in self.layers:
-                layer.peaks = dict.fromkeys(PHASES, 0)
+                layer.peaks = dict.fromkeys(PASSES, 0)
             self.between_bytes = self._most_bytes = 0
             memory.start()
 
@@ -249,7 +249,7 @@ class MeasuredLayer(LayerListener):
         self.module = weakref.ref(module)  # weakly, as the layer's hooks hold this
         self.rounds: list[dict[Phase, Pass]] = []  # one for each microbatch
         self.tensors: dict[int, int] = {}  # the bytes of each storage that it saves, by the storage's address, in order
-        self.peaks: dict[Phase, int] = dict.fromkeys(PHASES, 0)  # the most memory, above that at the step's start
+        self.peaks: dict[Phase, int] = dict.fromkeys(PASSES, 0)  # the most memory, above that at the step's start
         self._times = times
         # A hook on a streamed parameter would make backward wait for its gradient.
         self._parameters = list(module.parameters()) if compute_device([module]) is None else []
@@ -259,13 +259,13 @@ class MeasuredLayer(LayerListener):
         """The median seconds of forward and of backward."""
         seconds, rounds = self._times.backend.seconds, self.complete_rounds()
         forward_s, backward_s = (
-            statistics.median(seconds((one[phase].start, one[phase].end) for one in rounds)) for phase in PHASES
+            statistics.median(seconds((one[phase].start, one[phase].end) for one in rounds)) for phase in PASSES
         )
         return forward_s, backward_s
 
     def check_ran(self) -> None:
         """Raise a ``ValueError`` if the layer's forward or its backward did not run."""
-        for what in PHASES:
+        for what in PASSES:
             if not self.rounds or any(one[what].end is None for one in self.rounds):
                 raise ValueError(
                     f"layer {self.number} must run forward and backward in step(), but its {what} did not; pass "
@@ -285,7 +285,7 @@ class MeasuredLayer(LayerListener):
         times.last = self
         if times.paused:
             return
-        self._running = now = {phase: Pass() for phase in PHASES}
+        self._running = now = {phase: Pass() for phase in PASSES}
         first = next((tensor for tensor in tensors_in(inputs) if tensor.requires_grad), None)
         if first is not None:
             now["backward"].ends_with_input = True

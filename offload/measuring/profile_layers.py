@@ -20,7 +20,7 @@ from offload.base.checks import check_callable, check_int, format_bytes, format_
 from offload.base.layer_events import LayerListener, Turn, check_layers, listeners_on
 from offload.device.backend import Backend
 from offload.device.select import get_backend
-from offload.measuring.layer_times import PHASES, LayerTimes, MeasuredLayer
+from offload.measuring.layer_times import PASSES, LayerTimes, MeasuredLayer
 from offload.observe.memory import memory_peak
 from offload.planning.layer_costs import costs_of, peak_bytes, region_costs, with_workspace
 from offload.planning.profile import HostSeconds, LayerProfile, Link, Profile
@@ -103,7 +103,7 @@ def _measure(
     for layer in times.layers:
         layer.check_ran()
     saved = [tuple(layer.tensors.values()) for layer in times.layers]
-    host_s = map(sum, zip(*(_filled(times.host_s(phase)) for phase in PHASES), strict=True))
+    host_s = map(sum, zip(*(_filled(times.host_s(phase)) for phase in PASSES), strict=True))
     profiles = tuple(
         LayerProfile(*seconds, sum(tensors), tensors, host=HostSeconds(each_s))
         for seconds, tensors, each_s in zip(times.seconds(), saved, host_s, strict=True)
