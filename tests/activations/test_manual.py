@@ -122,22 +122,6 @@ def test_transformer_engines_example(device, layers, inputs):
     assert stats.late_reloads == 0
 
 
-def test_layers_without_a_call_stay(layers, inputs):
-    expected = expected_gradients(layers, inputs[:1])
-    context, sync, controller = manual()
-    loss = run(layers, inputs[0], lambda layer: layer == 1 and controller.start_offload_layer(1), context, sync)
-    one_layer = context.stats().offloaded_bytes
-    loss.backward()
-    assert_same(expected, gradients(layers))
-
-    loss = run(layers, inputs[0], controller.start_offload_layer, context, sync)
-    # The first layer saves the input too; the others share what is between two of them.
-    assert context.stats().offloaded_bytes - one_layer > 2 * one_layer
-    loss.backward()
-    assert_same(expected, gradients(layers))
-    assert context.stats().reloaded_bytes == 0
-
-
 def test_offload_inside_the_forward(layers, inputs):
     expected = expected_gradients(layers, inputs[:1])
     context, sync, controller = manual()
@@ -260,19 +244,6 @@ def test_a_layer_that_saved_nothing(inputs):
     controller.start_reload_layer(0)
     x.sum().backward()
     assert context.stats().offloaded_bytes == 0
-
-
-def test_evaluation_between_forward_and_backward(layers, inputs):
-    expected = expected_gradients(layers, inputs[:1])
-    context, sync, controller = manual()
-    loss = run(layers, inputs[0], controller.start_offload_layer, context, sync)
-    with torch.no_grad():
-        run(layers, inputs[1], controller.start_offload_layer, context, sync)
-    release_all(controller)
-    reload_all(controller)
-    loss.backward()
-    assert_same(expected, gradients(layers))
-    assert context.stats().late_reloads == 0
 
 
 @contextmanager

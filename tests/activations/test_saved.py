@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lab import Lab
-from models import NOTHING, WIDTH, Offloading, assert_moved, assert_same, gradients, loss_of, offloading, save, through
+from models import NOTHING, WIDTH, Offloading, assert_same, gradients, loss_of, offloading, save, through
 from ranks import true_in_a_child
 from saving import FLOAT8, assert_identical, finish_copies, normal, nothing, round_trip, run
 from torch import nn
@@ -399,22 +399,6 @@ def test_start_offload_elsewhere_does_nothing(lab: Lab, x: torch.Tensor) -> None
     offloaded = offloading(1, 3, lab.device)
     run(offloaded, x, [nothing, make, make])
     assert offloaded.stats.offloaded_storages == 0
-
-
-def test_change_before_saving_is_allowed(lab: Lab) -> None:
-    """Two operations save one storage at two versions: the first would raise, so only the second is used."""
-    x = normal(8, 12).to(lab.device).requires_grad_()
-
-    def layer(y: torch.Tensor) -> torch.Tensor:
-        return y.clone().mul_(2).exp_().add(1)
-
-    def step(offloaded: Offloading) -> None:
-        loss_of(offloaded.forward([layer] * 3, x)).backward()
-
-    expected = gradients([x], lambda: step(NOTHING))
-    offloaded = offloading(1, 3, lab.device)
-    assert torch.equal(expected[0], gradients([x], lambda: step(offloaded))[0])
-    assert_moved((0, 0), offloaded)
 
 
 @pytest.mark.parametrize("second", [0, 1, 2])

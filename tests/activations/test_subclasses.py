@@ -112,34 +112,6 @@ def test_subclass_is_offloaded_by_its_inner_tensors(lab: Lab, x: torch.Tensor) -
     assert offloaded.stats.wasted_bytes == 0
 
 
-class ReturnsWhatItSaved(torch.autograd.Function):
-    """Computes a gradient in forward, as fused losses do."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x.sin())
-        return x + weight
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return gradients[0], *ctx.saved_tensors
-
-
-def test_a_subclass_that_becomes_a_gradient_is_not_added_to(lab: Lab) -> None:
-    def step(offloaded: Offloading) -> list[torch.Tensor]:
-        x = Boxed(torch.ones(64, device=lab.device)).requires_grad_()
-        weights = [nn.Parameter(Boxed(torch.zeros(64, device=lab.device))) for _ in range(3)]
-        layers = [lambda y, weight=weight: ReturnsWhatItSaved.apply(y, weight) for weight in weights]
-        loss = offloaded.forward(layers, x).sum()
-        for _ in range(3):
-            loss.backward(retain_graph=True)
-        return [innermost(weight.grad) for weight in weights]
-
-    offloaded = offloading(1, 3, lab.device)
-    assert_same(step(NOTHING), step(offloaded))
-    assert offloaded.stats.reloaded_bytes == 64 * 4
-
-
 def test_subclasses_and_inner_tensors_that_stay(lab: Lab, x: torch.Tensor) -> None:
     class Labelled(torch.Tensor):
         """Does not say what it is made of."""
@@ -178,19 +150,6 @@ def test_subclasses_and_views_in_a_subclass(lab: Lab, x: torch.Tensor) -> None:
     assert isinstance(innermost(found), Scaled)
     assert_identical(scaled(lab.device).values_, innermost(found).values_)
     assert offloaded.stats.offloaded_bytes == 8 * 12 + 8 * 4
-
-
-def test_inner_tensor_of_two_wrappers_is_offloaded_once(lab: Lab, x: torch.Tensor) -> None:
-    def make() -> tuple[torch.Tensor, ...]:
-        shared = normal(8, 12).to(lab.device)
-        return Boxed(shared), Scaled(shared, normal(8, 1).to(lab.device), "note"), shared[2:]
-
-    offloaded = offloading(1, 3, lab.device)
-    boxed, also_scaled, plain = run(offloaded, x, [make, nothing, nothing])[0]
-    assert offloaded.stats.offloaded_bytes == 8 * 12 * 4 + 8 * 4
-    assert_identical(normal(8, 12).to(lab.device), boxed.inner)
-    storages = [tensor.untyped_storage()._cdata for tensor in (boxed.inner, also_scaled.values_, plain)]
-    assert len(set(storages)) == 1
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -85,30 +85,28 @@ def warm_up(pool: HostPool, *sizes: int, event: Any = None) -> None:
         pool.give(buffer, event)
 
 
-class TestOwnership:
-    def test_a_capture_reuses_what_it_gave_back(self, pool: HostPool, driver: Driver) -> None:
-        warm_up(pool, KIB)
-        event = Event(driver)
-        with driver.capture(1):
-            first = pool.take(KIB)
-            pool.give(first, event)
-            again = pool.take(KIB)
-        assert again is first
-        assert again.events == (event,), "the graph itself must wait for its own earlier copy"
+def test_a_capture_reuses_what_it_gave_back(pool: HostPool, driver: Driver) -> None:
+    warm_up(pool, KIB)
+    event = Event(driver)
+    with driver.capture(1):
+        first = pool.take(KIB)
+        pool.give(first, event)
+        again = pool.take(KIB)
+    assert again is first
+    assert again.events == (event,), "the graph itself must wait for its own earlier copy"
 
 
-class TestMissingMemory:
-    def test_is_an_error_that_says_how_much_and_what_to_do(self, pool: HostPool, driver: Driver) -> None:
-        warm_up(pool, 4 * KIB)
-        with driver.capture(1):
-            pool.take(3 * KIB)
-            with pytest.raises(
-                CaptureError,
-                match=r"^7168 bytes of pinned host memory are missing, and none can be added while a CUDA graph is "
-                r"being captured; run one step as a warm-up before the capture\.$",
-            ):
-                pool.take(8 * KIB)
-        assert pool.pinned_bytes == 4 * KIB
+def test_missing_memory_is_an_error_that_says_how_much_and_what_to_do(pool: HostPool, driver: Driver) -> None:
+    warm_up(pool, 4 * KIB)
+    with driver.capture(1):
+        pool.take(3 * KIB)
+        with pytest.raises(
+            CaptureError,
+            match=r"^7168 bytes of pinned host memory are missing, and none can be added while a CUDA graph is "
+            r"being captured; run one step as a warm-up before the capture\.$",
+        ):
+            pool.take(8 * KIB)
+    assert pool.pinned_bytes == 4 * KIB
 
 
 class TestEvents:
@@ -126,14 +124,13 @@ class TestEvents:
         assert pool.take(3 * KIB).events == (event,)
 
 
-class TestReading:
-    def test_in_a_capture_what_was_written_outside_is_refused(self, pool: HostPool, driver: Driver) -> None:
-        eager = pool.take(KIB)
-        with (
-            driver.capture(1),
-            pytest.raises(CaptureError, match=r"its forward ran outside of a capture; capture both, in one graph or"),
-        ):
-            pool.read(eager)
+def test_reading_in_a_capture_what_was_written_outside_is_refused(pool: HostPool, driver: Driver) -> None:
+    eager = pool.take(KIB)
+    with (
+        driver.capture(1),
+        pytest.raises(CaptureError, match=r"its forward ran outside of a capture; capture both, in one graph or"),
+    ):
+        pool.read(eager)
 
 
 STEP = st.one_of(

@@ -128,25 +128,12 @@ class TestLink:
         assert (out.end_s, back.end_s) == pytest.approx((3 + 100 / 60, 3 + 100 / 60))
 
 
-class TestRules:
-    """Small steps whose times can be worked out by hand: 1 s per forward, 2 s per backward, 100 bytes/s."""
-
-    LINK = Link(100, 100, 200)
-
-    def step(self, num_layers: int, model_layers: int, *tensors: int, **more: float) -> Timeline:
-        layer = LayerProfile(1.0, 2.0, sum(tensors), tensors)
-        return simulate(Schedule.default(num_layers, model_layers), Profile((layer,) * model_layers, **more), self.LINK)
-
-    def test_loss_and_the_rest_of_the_step(self):
-        timeline = self.step(0, 2, 100, loss_s=0.5, other_s=0.25)
-        assert [(span.label, span.start_s, span.end_s) for span in timeline.lane("compute")] == [
-            ("F0", 0.0, 1.0),
-            ("F1", 1.0, 2.0),
-            ("loss", 2.0, 2.5),
-            ("B1", 2.5, 4.5),
-            ("B0", 4.5, 6.5),
-            ("rest of the step", 6.5, 6.75),
-        ]
+def test_loss_and_the_rest_of_the_step():
+    profile = Profile((LayerProfile(1.0, 2.0, 100),) * 2, loss_s=0.5, other_s=0.25)
+    spans = simulate(Schedule(2), profile, PCIE).lane("compute")
+    assert [span.label for span in spans] == ["F0", "F1", "loss", "B1", "B0", "rest of the step"]
+    assert [span.start_s for span in spans] == [0.0, 1.0, 2.0, 2.5, 4.5, 6.5]
+    assert spans[-1].end_s == 6.75
 
 
 def test_takes_a_plan():
