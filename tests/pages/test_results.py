@@ -57,6 +57,7 @@ def test_drawings_are_small_and_transparent(path):
         (SCHEDULE, ">F0</text>", ">F9</text>"),
         (SCHEDULE, ">compute</text>", "></text>"),
         (SCHEDULE, r"rotate\(-0 [\d.]+( [\d.]+\)\">B3<)", r"rotate(-0 1\1"),
+        (SCHEDULE.with_stem("schedule_2_of_5_narrow"), ">2 of 5 layers", ">3 of 5 layers"),  # the title is not rotated
         (LINKS, r"(<use [^>]* y=)\"[\d.]+\"", r'\1"1"'),  # of a curve without texts: its markers say what was measured
     ],
 )

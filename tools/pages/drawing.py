@@ -77,14 +77,13 @@ def put_key(figure: Figure, columns: int) -> None:
     figure.legend(handles, names, loc="outside lower center", ncols=columns, columnspacing=1.2, **look)
 
 
-def plotted(timeline: Timeline, *, narrow: bool, title: str | None = None, height: float = 3.8) -> Figure:
+def plotted(timeline: Timeline, *, narrow: bool, height: float = 3.8) -> Figure:
     """A timeline; for phones higher, with its title across and its key below."""
-    title = timeline.title if title is None else title
     if not narrow:
-        return timeline.plot(title=title, size=(WIDE_INCHES, height))
+        return timeline.plot(size=(WIDE_INCHES, height))
     figure = timeline.plot(title="", size=(NARROW_INCHES, 4.2))
     figure.axes[0].set_title("")  # without the room that it takes
-    put_title(figure, title)
+    put_title(figure, timeline.title)
     put_key(figure, 3)
     return figure
 
@@ -110,7 +109,7 @@ def label_axes(ax: Axes, x: str, y: str = "", title: str = "") -> None:
 
 def texts(svg: Path) -> list[tuple[str, float, float]]:
     """Every text in a figure with its position in points: what a figure says, whatever drew its lines."""
-    found = re.findall(r"<text[^>]*\s(-?[\d.]+) (-?[\d.]+)\)\">([^<]*)</text>", svg.read_text("utf-8"))
+    found = re.findall(r"<text[^>]*[\s(](-?[\d.]+) (-?[\d.]+)\)\">([^<]*)</text>", svg.read_text("utf-8"))
     return [(text, float(x), float(y)) for x, y, text in found]
 
 
