@@ -108,18 +108,6 @@ def trl(model: Model) -> Iterator[Attached]:
 
 
 @contextmanager
-def saved_on_cpu(model: Model) -> Iterator[Attached]:
-    """PyTorch's hooks that copy every saved tensor, on the compute stream."""
-
-    def step() -> None:
-        with save_on_cpu(pin_memory=True):
-            loss = model.loss()
-        loss.backward()
-
-    yield Attached(step)
-
-
-@contextmanager
 def transformer_engine(model: Model, k: int, *, file: Path | None = None) -> Iterator[None]:
     """Transformer Engine's context around each layer, its sync function on each output; ``file`` as in the suite."""
     if file is not None:
@@ -215,7 +203,7 @@ def contenders(case: Case, *, min_bytes: int, te_file: Path | None = None) -> li
     return [
         Contender("nothing", "nothing", lambda _: nullcontext(), k=0),
         Contender("checkpoint", "torch.utils.checkpoint", lambda model: model.checkpointing()),
-        Contender("save_on_cpu", "save_on_cpu", saved_on_cpu, pins_all=True),
+        Contender("save_on_cpu", "save_on_cpu", lambda _: save_on_cpu(pin_memory=True), pins_all=True),
         Contender("trl", "TRL OffloadActivations", trl, package="trl", pins_all=True),
         *(Contender("te", f"Transformer Engine, k = {k}", partial(te, k=k), k, te_package) for k in case.te_ks),
         Contender("checkpoint_on_cpu", "checkpoint under save_on_cpu", lambda model: model.checkpointing(on_host=True)),

@@ -10,7 +10,6 @@ of them. Ways for a number of tokens:
   is the recipe of Arctic Long Sequence Training.
 - ``plan``: regions are kept, offloaded or recomputed by a plan, from a profile of fewer tokens; MLPs in tiles.
 - ``hand``: attention's outputs travel with the inputs, in as many layers as the host has room for; no plan.
-- ``recompute``: the same without attention's outputs.
 - ``equal``: loss and gradients of ``hand`` beside those of the model as it is, checkpointed.
 
 Ways for a limit of device memory, each with the longest sequence for which a step passes: ``nothing``,
@@ -48,7 +47,7 @@ GRAIN = 4096
 """The longest context is found to a multiple of so many tokens; without checkpoints, of 1,024."""
 MARGIN = 8 * GIB
 """Of the device's memory, what a plan is not given: the allocator's gaps, and what no profile knows."""
-WAYS = ("inputs", "plan", "hand", "recompute", "equal")
+WAYS = ("inputs", "plan", "hand", "equal")
 LIMITED = ("nothing", "checkpointing", "hf_offload", "inputs", "streamed", "lora")
 
 
@@ -186,9 +185,8 @@ class Benchmark:
                 pinned = options["num_layers"] * per_layer
             if way == "inputs":
                 stack.enter_context(model.checkpointing())
-            elif way != "plan":
-                travels = {"*dot_product*": "offload"} if way == "hand" else {}
-                options["policies"] = travels | {"*": "recompute"}
+            elif way == "hand":
+                options["policies"] = {"*dot_product*": "offload", "*": "recompute"}
             offload.reserve_host_memory(min(pinned, self.host), self.device)  # once, and not piece by piece
             yield stack.enter_context(offload.offload_layers(model.layers, **options))
 

@@ -13,14 +13,14 @@ import time
 import warnings
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
 
 import offload
 from benchmarks import report
-from benchmarks.instruments import synchronize
+from benchmarks.instruments import Row, synchronize
 
 LAYERS, WIDTH = 8, 64
 STEPS = 10
@@ -34,45 +34,37 @@ POLICIES = {
 }
 
 
-class Tiny(NamedTuple):
-    """A model, its layers, and what its forward is given."""
-
-    model: Any
-    layers: Any
-    inputs: dict[str, torch.Tensor]
-
-
-def tiny(name: str, device: torch.device) -> Tiny:
-    """A model of one architecture, in training mode."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": LAYERS, "vocab_size": 128}
-    sizes |= {"num_attention_heads": 4, "image_size": 32, "patch_size": 8, "n_inner": None, "n_positions": 64}
-    sizes |= {"num_key_value_heads": 2} if name == "llama" else {}
-    config = transformers.AutoConfig.for_model(name, use_cache=False, **sizes)
-    model: Any = transformers.AutoModel.from_config(config).train().to(device)
-    inputs = {"input_ids": torch.randint(128, (1, 16), device=device)}
-    if name == "vit":
-        inputs = {"pixel_values": torch.randn(1, 3, 32, 32, device=device)}
-    layers = model.h if name == "gpt2" else model.layers if hasattr(model, "layers") else model.encoder.layer
-    return Tiny(model, list(layers), inputs)
-
-
-class Chain:
-    """The layers of a model one after the other, with the arguments that the model gives to the first.
+class Tiny:
+    """A model of one architecture in training mode: its layers, and the arguments that the model gives to the first.
 
     The CPU time of each layer's forward is taken by itself: the shorter an interval, the more rarely another process
     interrupts it.
     """
 
-    def __init__(self, tiny: Tiny, device: torch.device) -> None:
-        self._layers = tiny.layers
+    def __init__(self, name: str, device: torch.device) -> None:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": LAYERS, "vocab_size": 128}
+        sizes |= {"num_attention_heads": 4, "image_size": 32, "patch_size": 8, "n_inner": None, "n_positions": 64}
+        sizes |= {"num_key_value_heads": 2} if name == "llama" else {}
+        config = transformers.AutoConfig.for_model(name, use_cache=False, **sizes)
+        self.model: Any = transformers.AutoModel.from_config(config).train().to(device)
+        inputs = {"input_ids": torch.randint(128, (1, 16), device=device)}
+        if name == "vit":
+            inputs = {"pixel_values": torch.randn(1, 3, 32, 32, device=device)}
+        model = self.model
+        self.layers = list(
+            model.h if name == "gpt2" else model.layers if hasattr(model, "layers") else model.encoder.layer
+        )
         self._device = device
         self._clock = time.thread_time if device.type == "cpu" else time.process_time
-        self.forwards_s = [math.inf] * len(tiny.layers)
+        self.forwards_s = [math.inf] * len(self.layers)
         self.backward_s = math.inf
         """On a GPU another thread runs backward."""
-        hook = tiny.layers[0].register_forward_pre_hook(self._note, with_kwargs=True)
-        tiny.model(**tiny.inputs)
+        hook = self.layers[0].register_forward_pre_hook(self._note, with_kwargs=True)
+        saved: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda tensor: tensor):
+            model(**inputs)
+        self.saved_tensors = len(saved)
         hook.remove()
 
     def _note(self, layer: torch.nn.Module, args: Any, kwargs: Any) -> None:
@@ -82,7 +74,7 @@ class Chain:
         """One forward and backward, which ``counts`` or warms up."""
         synchronize(self._device)
         x, clock = self._x, self._clock
-        for number, layer in enumerate(self._layers):
+        for number, layer in enumerate(self.layers):
             begin = clock()
             x = layer(x, *self._args, **self._kwargs)
             took_s = clock() - begin
@@ -97,61 +89,45 @@ class Chain:
         synchronize(self._device)
 
 
-def host_cost_of_model(name: str, device: torch.device, turns: int) -> dict[str, Any]:
+def host_cost_of_model(name: str, device: torch.device, turns: int) -> list[Row]:
     """Host seconds of a forward and of a step for each way, the least of many turns, and ratios."""
-    ways: dict[str, Tiny] = {way: tiny(name, device) for way in (PLAIN, CHECKPOINT, *POLICIES)}
+    ways = {way: Tiny(name, device) for way in (PLAIN, CHECKPOINT, *POLICIES)}
     ways[CHECKPOINT].model.gradient_checkpointing_enable({"use_reentrant": False})
-    chains = {way: Chain(one, device) for way, one in ways.items()}
     with ExitStack() as stack:
         for way, policies in POLICIES.items():
-            stack.enter_context(
-                offload.offload_layers(ways[way].layers, 0, policies=policies, min_bytes=0, device=device)
-            )
+            offloading = offload.offload_layers(ways[way].layers, 0, policies=policies, min_bytes=0, device=device)
+            stack.enter_context(offloading)
         for turn in range(turns + 1):
-            for chain in chains.values():
+            for tiny in ways.values():
                 for step in range(STEPS):
-                    chain.step(counts=turn > 0 and step > 0)
-        saved = _saved_tensors(ways[PLAIN])
-    found = {way: (sum(chain.forwards_s), chain.backward_s) for way, chain in chains.items()}
+                    tiny.step(counts=turn > 0 and step > 0)
+    found = {way: (sum(tiny.forwards_s), tiny.backward_s) for way, tiny in ways.items()}
     plain_s, checkpoint_s = found[PLAIN][0], sum(found[CHECKPOINT])
-    rows = {
-        way: {
+    return [
+        {
+            "model": name,
+            "way": way,
             "forward_s": forward_s,
             "step_s": forward_s + backward_s,
             "forward_of_plain": forward_s / plain_s,
             "step_of_checkpoint": (forward_s + backward_s) / checkpoint_s,
-            "forward_s_per_saved": (forward_s - plain_s) / saved,
+            "forward_s_per_saved": (forward_s - plain_s) / ways[PLAIN].saved_tensors,
             "forward_s_per_layer": (forward_s - plain_s) / LAYERS,
         }
         for way, (forward_s, backward_s) in found.items()
-    }
-    return {"model": name, "saved_tensors": saved, "ways": rows}
-
-
-def _saved_tensors(tiny: Tiny) -> int:
-    """How many tensors autograd saves in a forward."""
-    saved: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda tensor: tensor):
-        tiny.model(**tiny.inputs)
-    return len(saved)
-
-
-def show(found: dict[str, Any]) -> None:
-    """One row for each way."""
-    print(f"{found['model']}, {found['saved_tensors'] / LAYERS:.0f} saved tensors a layer")
-    rows = [
-        {
-            "way": way,
-            "forward ms": 1e3 * row["forward_s"],
-            "of plain": row["forward_of_plain"],
-            "step ms": 1e3 * row["step_s"],
-            "of checkpointing": row["step_of_checkpoint"],
-            "µs a layer": 1e6 * row["forward_s_per_layer"],
-            "µs a tensor": 1e6 * row["forward_s_per_saved"],
-        }
-        for way, row in found["ways"].items()
     ]
-    print(report.table(rows))
+
+
+COLUMNS = {
+    "model": "model",
+    "way": "way",
+    "forward ms": ("forward_s", 1e-3),
+    "of plain": "forward_of_plain",
+    "step ms": ("step_s", 1e-3),
+    "of checkpointing": "step_of_checkpoint",
+    "µs a layer": ("forward_s_per_layer", 1e-6),
+    "µs a tensor": ("forward_s_per_saved", 1e-6),
+}
 
 
 def main() -> None:
@@ -164,11 +140,10 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    found = [host_cost_of_model(name, torch.device(asked.device), asked.turns) for name in asked.models]
-    for one in found:
-        show(one)
+    rows = [row for name in asked.models for row in host_cost_of_model(name, torch.device(asked.device), asked.turns)]
+    print(report.table(rows, COLUMNS))
     if asked.out:
-        report.write(asked.out, {"models": found})
+        report.write(asked.out, {"rows": rows})
 
 
 if __name__ == "__main__":

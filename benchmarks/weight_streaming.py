@@ -11,19 +11,20 @@ this run. FSDP2 with ``CPUOffloadPolicy`` does the same work under the same memo
 
 import argparse
 import gc
+import math
 import os
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from benchmarks.instruments import BLOCKING_CALLS, limit_memory, peak_bytes, reset_peak, synchronize, timed
+from benchmarks.instruments import BLOCKING_CALLS, Row, limit_memory, peak_bytes, reset_peak, synchronize, timed
 from benchmarks.report import Record, asked, table
 from benchmarks.workloads import DecoderBlock, loss_of
 from offload.device.select import get_backend
@@ -41,28 +42,12 @@ class Size:
     heads: int
     layers: int
     dtype: torch.dtype
-    few: tuple[int, int]
-    """Batch and tokens where the link binds; each layer is recomputed."""
-    many: tuple[int, int]
-    """Batch and tokens where compute binds; each layer is recomputed and most of their inputs are offloaded."""
-    offloaded: int
-    """How many layers' inputs are offloaded with ``many`` tokens."""
-
-    def build(self, device: torch.device) -> nn.ModuleList:
-        """The layers."""
-        torch.manual_seed(0)
-        with torch.device(device):
-            return nn.ModuleList(
-                DecoderBlock(self.hidden, self.ffn, self.heads).to(self.dtype) for _ in range(self.layers)
-            )
-
-    def inputs(self, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
-        """One microbatch, which requires a gradient."""
-        return torch.randn(*shape, self.hidden, device=device, dtype=self.dtype).requires_grad_()
+    cases: dict[str, tuple[int, int, int]]
+    """Batch, tokens, and how many layers' inputs are offloaded, where the link binds and where compute binds."""
 
 
-LARGE = Size(4096, 11008, 32, 48, torch.bfloat16, (1, 2048), (4, 4096), 40)
-SMALL = Size(64, 172, 4, 6, torch.float32, (1, 32), (2, 64), 3)
+LARGE = Size(4096, 11008, 32, 48, torch.bfloat16, {"few": (1, 2048, 0), "many": (4, 4096, 40)})
+SMALL = Size(64, 172, 4, 6, torch.float32, {"few": (1, 32, 0), "many": (2, 64, 3)})
 
 
 @dataclass
@@ -83,17 +68,29 @@ class Times:
 
 
 class Stack(nn.Module):
-    """The layers one after the other, each recomputed, the inputs of the first ``offloaded`` offloaded."""
+    """Layers one after the other, each recomputed in backward, and a step of them.
 
-    def __init__(self, layers: nn.ModuleList) -> None:
+    Args:
+        size: Of the layers.
+        device: Where they are made.
+    """
+
+    def __init__(self, size: Size, device: torch.device) -> None:
         super().__init__()
-        self.layers = layers
-        self.offload(0)
+        self.size, self.device = size, device
+        torch.manual_seed(0)
+        with torch.device(device):
+            blocks = [DecoderBlock(size.hidden, size.ffn, size.heads).to(size.dtype) for _ in range(size.layers)]
+        self.layers = nn.ModuleList(blocks)
 
-    def offload(self, offloaded: int, device: torch.device | None = None) -> None:
-        """Offload so many layers' inputs from now on."""
+    def use(self, case: str) -> None:
+        """Train on this case from now on."""
+        batch, tokens, offloaded = self.size.cases[case]
+        shape = batch, tokens, self.size.hidden
+        self.tokens = batch * tokens
+        self.x = torch.randn(shape, device=self.device, dtype=self.size.dtype).requires_grad_()
         self.context, self.sync = offload.get_cpu_offload_context(
-            offloaded > 0, max(offloaded, 1), len(self.layers), min_bytes=1, device=device
+            offloaded > 0, max(offloaded, 1), len(self.layers), min_bytes=1, device=self.device
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -104,33 +101,33 @@ class Stack(nn.Module):
             x = self.sync(y)
         return loss_of(x)
 
+    def step(self) -> None:
+        """Forward and backward."""
+        self(self.x).backward()
 
-class Step:
-    """Forward and backward."""
-
-    def __init__(self, model: nn.Module, x: torch.Tensor) -> None:
-        self.model = model
-        self.x = x
-
-    def __call__(self) -> None:
-        self.model(self.x).backward()
-
-    def zero_grad(self) -> None:
-        """As an optimizer does it."""
-        self.model.zero_grad()
+    def clear(self) -> None:
+        """Gradients are ``None`` then."""
+        self.zero_grad()
         self.x.grad = None
 
+    def activation_bytes(self) -> tuple[int, int]:
+        """Bytes of activations that were offloaded and reloaded so far."""
+        if not isinstance(self.context, offload.OffloadContext):
+            return 0, 0
+        stats = self.context.stats()
+        return stats.offloaded_bytes, stats.reloaded_bytes
+
     def measure(self, *, warmup: int, repeats: int) -> Times:
-        """Both phases, from an idle device to an idle device; gradients are ``None`` at the start."""
+        """Both phases, from an idle device to an idle device."""
         times = Times([], [])
         for number in range(warmup + repeats):
-            self.zero_grad()
-            synchronize(self.x.device)
+            self.clear()
+            synchronize(self.device)
             begin = time.perf_counter()
-            loss = self.model(self.x)
-            reached = _mark(self.x.device)
+            loss = self(self.x)
+            reached = _mark(self.device)
             loss.backward()
-            synchronize(self.x.device)
+            synchronize(self.device)
             end = time.perf_counter()
             if number >= warmup:
                 forward_s = reached(begin)
@@ -178,7 +175,7 @@ def copy_s(device: torch.device, nbytes: int, h2d: int, d2h: int) -> float:
     return statistics.median(run() for _ in range(3))
 
 
-def blocking_calls(step: Step) -> dict[str, int]:
+def blocking_calls(model: Stack) -> dict[str, int]:
     """Calls that block host or device, from the step's begin until backward has reached the input, by name.
 
     Two other steps come first: what was allocated since the last one has moved PyTorch's blocks about.
@@ -189,111 +186,78 @@ def blocking_calls(step: Step) -> dict[str, int]:
             pass
 
     for _ in range(2):
-        step.zero_grad()
-        step()
-    handle = step.x.register_hook(mark)
-    step.zero_grad()
-    synchronize(step.x.device)
+        model.clear()
+        model.step()
+    handle = model.x.register_hook(mark)
+    model.clear()
+    synchronize(model.device)
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
-        step()
+        model.step()
     handle.remove()
     events = profiler.events()
     end = min(event.time_range.start for event in events if event.name == "end of backward")
-    found: dict[str, int] = {}
-    for event in events:
-        if event.name in BLOCKING_CALLS and event.time_range.start < end:
-            found[event.name] = found.get(event.name, 0) + 1
-    return found
+    return dict(Counter(e.name for e in events if e.name in BLOCKING_CALLS and e.time_range.start < end))
 
 
 def streamed_rows(
-    size: Size, model: Stack, alone: dict[str, Times], device: torch.device, arguments: argparse.Namespace
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    model: Stack, alone: dict[str, Times], device: torch.device, arguments: argparse.Namespace
+) -> tuple[list[Row], Row]:
     """The streamed steps with their limits, and what else was seen."""
     rows = []
     begin = time.perf_counter()
     with offload.stream_weights(model.layers, device, num_slots=arguments.slots) as handle:
-        extra: dict[str, Any] = {"setup_s": time.perf_counter() - begin}
+        extra: Row = {"setup_s": time.perf_counter() - begin}
         limit_memory(device, arguments.memory * handle.stats().weight_bytes)
         layers = len(model.layers)
         layer_bytes = handle.stats().weight_bytes // layers
-        for name, shape, offloaded in cases(size):
-            model.offload(offloaded, device)
-            step = Step(model, size.inputs(shape, device))
-            first_s = timed(step, device)
-            then, moved = handle.stats(), activation_bytes(model)
+        for name in model.size.cases:
+            model.use(name)
+            row: Row = {"case": name, "tokens": model.tokens, "first_s": timed(model.step, device)}
+            then, moved = handle.stats(), model.activation_bytes()
             reset_peak(device)
-            times = step.measure(warmup=1, repeats=arguments.repeats)
-            most_bytes = peak_bytes(device)
+            times = model.measure(warmup=1, repeats=arguments.repeats)
+            row["peak_device_bytes"] = peak_bytes(device)
             now, count = handle.stats(), arguments.repeats + 1
-            out, back = ((new - old) / count for new, old in zip(activation_bytes(model), moved, strict=True))
+            out, back = ((new - old) / count for new, old in zip(model.activation_bytes(), moved, strict=True))
             loads = (now.loads - then.loads) / count
             back_pieces = round(loads - layers + back / layer_bytes)
-            link_forward_s = copy_s(device, layer_bytes, layers, round(out / layer_bytes))
-            link_backward_s = copy_s(device, layer_bytes, back_pieces, layers)
-            compute_forward_s, compute_backward_s = alone[name].medians()
-            limit_s = max(compute_forward_s, link_forward_s) + max(compute_backward_s, link_backward_s)
-            forward_s, backward_s = times.medians()
-            rows.append(
-                {
-                    "case": name,
-                    "tokens": shape[0] * shape[1],
-                    "step_s": times.step_s,
-                    "forward_s": forward_s,
-                    "backward_s": backward_s,
-                    "compute_forward_s": compute_forward_s,
-                    "compute_backward_s": compute_backward_s,
-                    "link_forward_s": link_forward_s,
-                    "link_backward_s": link_backward_s,
-                    "limit_s": limit_s,
-                    "ratio_to_limit": times.step_s / limit_s,
-                    "loads_per_step": loads,
-                    "late_loads_per_step": (now.late_loads - then.late_loads) / count,
-                    "peak_device_bytes": most_bytes,
-                    "first_s": first_s,
-                    "times": vars(times),
-                }
+            link_s = (
+                copy_s(device, layer_bytes, layers, round(out / layer_bytes)),
+                copy_s(device, layer_bytes, back_pieces, layers),
             )
+            for key, phases in (("", times.medians()), ("compute_", alone[name].medians()), ("link_", link_s)):
+                row |= {f"{key}forward_s": phases[0], f"{key}backward_s": phases[1]}
+            limit_s = math.fsum(map(max, alone[name].medians(), link_s))
+            row |= {"step_s": times.step_s, "limit_s": limit_s, "ratio_to_limit": times.step_s / limit_s}
+            row |= {"loads_per_step": loads, "late_loads_per_step": (now.late_loads - then.late_loads) / count}
+            rows.append(row | {"times": vars(times)})
             if device.type == "cuda":
-                extra[f"blocking_calls_{name}"] = blocking_calls(step)
+                extra[f"blocking_calls_{name}"] = blocking_calls(model)
             if name == "few":
                 # A microbatch whose gradients are added to those of an earlier one.
-                extra["accumulating_s"] = statistics.median(timed(step, device) for _ in range(3))
+                extra["accumulating_s"] = statistics.median(timed(model.step, device) for _ in range(3))
             else:
                 extra["stats"] = vars(handle.stats())  # steps in backward free the gradients on the host
-                extra |= optimizer_steps(step, device)
-            step.zero_grad()
+                extra |= optimizer_steps(model)
+            model.clear()
     return rows, extra
 
 
-def optimizer_steps(step: Step, device: torch.device) -> dict[str, float]:
+def optimizer_steps(model: Stack) -> dict[str, float]:
     """Seconds of a step with an SGD step on the host after backward, and with one on the device in backward."""
-    optimizer = torch.optim.SGD(step.model.parameters(), lr=2.0**-20)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-20)
 
     def run() -> float:
-        step.zero_grad()
-        return timed(lambda: (step(), optimizer.step()), device)
+        model.clear()
+        return timed(lambda: (model.step(), optimizer.step()), model.device)
 
     after_s = min(run() for _ in range(2))
     with offload.stream_optimizer(optimizer, in_backward=True):
         return {"optimizer_after_s": after_s, "optimizer_in_backward_s": min(run() for _ in range(2))}
 
 
-def activation_bytes(model: Stack) -> tuple[int, int]:
-    """Bytes of activations that went out and came back so far."""
-    if not isinstance(model.context, offload.OffloadContext):
-        return 0, 0
-    stats = model.context.stats()
-    return stats.offloaded_bytes, stats.reloaded_bytes
-
-
-def cases(size: Size) -> list[tuple[str, tuple[int, int], int]]:
-    """Name, shape of the input, number of layers whose inputs are offloaded."""
-    return [("few", size.few, 0), ("many", size.many, size.offloaded)]
-
-
-def fsdp_rows(size: Size, model: Stack, device: torch.device, repeats: int) -> list[dict[str, Any]]:
+def fsdp_rows(model: Stack, device: torch.device, repeats: int) -> list[Row]:
     """The same steps with FSDP2's CPU offload, where they do not run out of memory."""
     import torch.distributed as dist
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -304,18 +268,17 @@ def fsdp_rows(size: Size, model: Stack, device: torch.device, repeats: int) -> l
     for layer in [*model.layers, model]:
         fully_shard(layer, offload_policy=CPUOffloadPolicy(pin_memory=True))
     rows = []
-    for name, shape, offloaded in cases(size):
-        row: dict[str, Any] = {"case": name, "tokens": shape[0] * shape[1]}
-        model.offload(offloaded, device)
-        step = Step(model, size.inputs(shape, device))
+    for name in model.size.cases:
+        model.use(name)
+        row: Row = {"case": name, "tokens": model.tokens}
         try:
             reset_peak(device)
-            times = step.measure(warmup=1, repeats=repeats)
+            times = model.measure(warmup=1, repeats=repeats)
             row |= {"step_s": times.step_s, "peak_device_bytes": peak_bytes(device), "times": vars(times)}
         except torch.OutOfMemoryError as error:
             row["error"] = str(error).splitlines()[0]
         rows.append(row)
-        step.zero_grad()
+        model.clear()
         gc.collect()
         torch.cuda.empty_cache()
     dist.destroy_process_group()
@@ -329,25 +292,22 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=2)
     parser.add_argument("--memory", type=float, default=0.45, help="device memory, as a fraction of the weights")
     arguments, device = asked(parser, "results/weight_streaming.json")
-    size = SMALL if arguments.small else LARGE
     link = offload.measure_link(device)
     print(link)
-
-    model = Stack(size.build(device))
+    model = Stack(SMALL if arguments.small else LARGE, device)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     alone = {}
-    for name, shape, _ in cases(size):
-        step = Step(model, size.inputs(shape, device))
-        alone[name] = step.measure(warmup=2, repeats=arguments.repeats)
-        step.zero_grad()
-        del step
-    rows, extra = streamed_rows(size, model, alone, device, arguments)
+    for name in model.size.cases:
+        model.use(name)
+        alone[name] = model.measure(warmup=2, repeats=arguments.repeats)
+        model.clear()
+    rows, extra = streamed_rows(model, alone, device, arguments)
     gc.collect()
-    fsdp: list[dict[str, Any]] = []
+    fsdp: list[Row] = []
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        fsdp = fsdp_rows(size, model, device, min(arguments.repeats, 3))
+        fsdp = fsdp_rows(model, device, min(arguments.repeats, 3))
     for row in rows:
         row["fsdp_s"] = next((other.get("step_s") for other in fsdp if other["case"] == row["case"]), None)
     facts = {"link": vars(link), "parameters": parameters, "weight_bytes": weight_bytes}

@@ -30,7 +30,7 @@ pytest.importorskip("transformers")
 ONE_MODEL = "--only diffusion --turns 1 --shares 0.6"
 BUDGET = "--tokens 64 --budgets 8"
 FEW_STEPS = "--until-settled 4"
-LENGTHS = f"--seconds 0 --rows 256:inputs 256:hand 256:plan 256:recompute 64:equal 1GiB:{long_context.LIMITED[0]}"
+LENGTHS = f"--seconds 0 --rows 256:inputs 256:hand 256:plan 64:equal 1GiB:{long_context.LIMITED[0]}"
 RUNS: dict[str, tuple[ModuleType, str, str]] = {
     "budgets": (never_slower, ONE_MODEL, "rows"),
     "long context": (long_context, LENGTHS, "rows"),

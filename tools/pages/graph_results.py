@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from blocks import Columns, cells, markdown_table, read, row_of, table
-from page_text import day_of, gib, machine, ms
+from page_text import day_of, gib, link_of, ms, torch_of
 
 from offload.base.checks import format_bytes
 
@@ -29,9 +29,11 @@ def graphs_table(_page: Path) -> str:
     eager_s, graph_s = (
         row_of(record["rows"], workload="launch-bound", mode=mode, k=1)["step_s"] for mode in ("eager", "graph")
     )
+    ratio = offloaded[1]["step_s"] / kept[1]["step_s"]
     return (
-        f"{machine(record, record['link'], day_of(record))}\n\n{markdown_table(cells(record['rows'], COLUMNS), left=1)}"
-        f"\n\nOn the decoder, the graph with offloading takes {offloaded[1]['step_s'] / kept[1]['step_s']:.3f} times "
-        f"as long as the graph without, and saves {graph}; eager mode saves {eager}. On the launch-bound model, the "
-        f"graph with offloading is {eager_s / graph_s:.1f} times as fast as the eager step with offloading.\n"
+        f"{record['hardware']['gpu']}, {link_of(record['link'])}, {torch_of(record)}, {day_of(record)}\n\n"
+        f"{markdown_table(cells(record['rows'], COLUMNS), left=1)}\n\nOn the decoder, the graph with offloading takes "
+        f"{ratio:.3f} times as long as the graph without, and saves {graph}; eager mode saves {eager}. On the "
+        f"launch-bound model, the graph with offloading is {eager_s / graph_s:.1f} times as fast as the eager step "
+        "with offloading.\n"
     )

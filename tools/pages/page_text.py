@@ -53,8 +53,3 @@ def link_of(link: Mapping[str, float]) -> str:
     """The link's bandwidth in both directions."""
     d2h, h2d = (f"{link[f'{name}_bytes_per_s'] / GB:.0f}" for name in ("d2h", "h2d"))
     return f"link {d2h} GB/s to the host and {h2d} GB/s to the GPU"
-
-
-def machine(record: Mapping[str, Any], link: Mapping[str, float], *others: str) -> str:
-    """GPU, link and versions."""
-    return ", ".join([record["hardware"]["gpu"], link_of(link), torch_of(record), *others])
