@@ -14,8 +14,7 @@ from offload.pipelining import PipelinePlan, StageProfile
 from offload.pipelining.order import read_actions
 from offload.pipelining.plan import RankStep
 from offload.planning.profile import Link
-from offload.schedule.points import Move, Point
-from offload.schedule.schedule import Schedule
+from offload.schedule.schedule import Move, Point, Schedule
 
 NOTHING, HALF = "nothing", "half on rank 0"
 """The ways to run a step."""

@@ -24,8 +24,7 @@ from offload.planning.simulate import simulate
 from offload.prepare import PreparedTraining, prepare
 from offload.recompute.costs import LayerPolicy, RegionProfile
 from offload.recompute.policies import Policy
-from offload.schedule.points import Move, Point
-from offload.schedule.schedule import Schedule
+from offload.schedule.schedule import Move, Point, Schedule
 from offload.weights.streamed import StreamedWeights, WeightStats, stream_weights
 
 __version__ = "0.1.0"

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from offload.planning.layer_costs import inputs_of, region_costs, saved_of
 from offload.planning.profile import HostSeconds, LayerProfile, Link, Profile
 from offload.recompute.costs import LayerPolicy, RegionProfile
-from offload.schedule.points import Move, Point, backward, forward
-from offload.schedule.schedule import Schedule
+from offload.schedule.schedule import Move, Point, Schedule, backward, forward
 
 
 def points(text: str) -> list[str]:

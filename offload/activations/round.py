@@ -11,8 +11,7 @@ from offload.activations.region_set import RegionSet
 from offload.activations.what_moves import Rules
 from offload.base import trace
 from offload.recompute.layer_policies import LayerPolicies
-from offload.schedule.points import Point, backward, forward
-from offload.schedule.schedule import Schedule
+from offload.schedule.schedule import Point, Schedule, backward, forward
 
 
 class Round:

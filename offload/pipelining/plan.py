@@ -26,8 +26,7 @@ from offload.observe.timeline import Timeline
 from offload.pipelining.order import Action, Chunk, number_chunks, read_actions
 from offload.planning.profile import LayerProfile, Link, check_link
 from offload.planning.simulate import Interlude, simulate_steps
-from offload.schedule.points import Move, Point, backward, forward
-from offload.schedule.schedule import Schedule
+from offload.schedule.schedule import Move, Point, Schedule, backward, forward
 
 Absent = dict[int, tuple[int, int]]  # offloaded part → indices of the points of its release and its reload
 

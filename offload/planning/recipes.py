@@ -25,7 +25,7 @@ from offload.base.evenly import evenly
 from offload.planning.plan import Plan
 from offload.planning.profile import Link
 from offload.planning.simulate import Interlude, simulate_steps
-from offload.schedule.points import Point
+from offload.schedule.schedule import Point
 
 CPU_ELEMENTS_PER_S = 6e9
 """Parameters per second that ``torch.optim.AdamW(fused=True)`` steps on 16 cores, in bfloat16: measured beside an H200.

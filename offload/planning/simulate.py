@@ -22,8 +22,7 @@ from offload.observe.timeline import COPY_LANES, LANES, Kind, Lane, Span, Timeli
 from offload.planning.layer_costs import LayerPieces, inputs_of, layer_pieces, saved_of
 from offload.planning.profile import LayerProfile, Link, Profile, check_link, check_profile
 from offload.recompute.costs import LayerPolicy
-from offload.schedule.points import Point, backward
-from offload.schedule.schedule import HasSchedule, Schedule, schedule_of
+from offload.schedule.schedule import HasSchedule, Point, Schedule, backward, schedule_of
 
 
 class Interlude(NamedTuple):

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import offload
 from offload import Move, Schedule
-from offload.schedule.points import backward, forward
+from offload.schedule.schedule import backward, forward
 
 # Layers that keep what they save are the point of many tests here.
 pytestmark = [pytest.mark.usefixtures("adverse"), pytest.mark.filterwarnings("ignore:a whole round of")]

@@ -7,8 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from strategies import PIPELINE, PIPELINE_ORDER, default, schedules, sizes
 
-from offload.schedule.points import Move, backward, forward
-from offload.schedule.schedule import Schedule
+from offload.schedule.schedule import Move, Schedule, backward, forward
 
 
 def model_order(model_layers: int) -> list[str]:
