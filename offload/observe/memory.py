@@ -109,17 +109,13 @@ class MemoryPeak:
     """The peak of a device whose allocator tells it."""
 
     costs_time = False  # the program is no slower while this counts
+    counts = True  # whether this knows of everything that is allocated now, and freed later
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._start_bytes = 0
         # What was allocated before the start, and counts.
         self._earlier: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
-
-    @property
-    def counts(self) -> bool:
-        """Whether this knows of everything that is allocated now, and freed later."""
-        return True
 
     def start(self) -> None:
         """Count from now on, above what is allocated now."""
@@ -165,41 +161,35 @@ class CpuMemoryPeak(MemoryPeak):
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
-        self._counted: _Counted | None = None
+        self.counts, self._counted = False, _Counted(self)
 
     def start(self) -> None:
         if _in_compiled_call():
             return
-        self._counted = self._counted or _Counted(self)
+        self.counts = True
         # Outside of all others, which the program may leave while this one counts on.
         set_modes([self._counted, *self._other_modes()])
         super().start()
 
     def count(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        if self._counted is not None:
-            found = list(storages)
-            before_bytes = self._counted.live_bytes
-            for storage in found:
-                self._counted.count(storage)
-            self._start_bytes += self._counted.live_bytes - before_bytes
-            super().count(found)
+        found = list(storages) if self.counts else []
+        before_bytes = self._counted.live_bytes
+        for storage in found:
+            self._counted.count(storage)
+        self._start_bytes += self._counted.live_bytes - before_bytes
+        super().count(found)
 
     def most_bytes(self) -> int:
-        return 0 if self._counted is None else self._counted.peak_bytes - self._start_bytes
+        return self._counted.peak_bytes - self._start_bytes
 
     def begin_part(self) -> None:
-        if self._counted is not None:
-            self._counted.forget_peak()
+        self._counted.forget_peak()
 
     def stop(self) -> None:
-        self._counted = None
+        self.counts, self._counted, self._start_bytes = False, _Counted(self), 0
         others = self._other_modes()
         if len(others) < len(dispatch_modes()) and not _in_compiled_call():
             set_modes(others)
-
-    @property
-    def counts(self) -> bool:
-        return self._counted is not None
 
     def _other_modes(self) -> list[TorchDispatchMode]:
         """The modes without this one, and without those that nobody reads any more.
@@ -213,7 +203,7 @@ class CpuMemoryPeak(MemoryPeak):
         ]
 
     def _allocated_bytes(self) -> int:
-        return 0 if self._counted is None else self._counted.live_bytes
+        return self._counted.live_bytes
 
 
 class _Counted(CpuAllocations, LayerMode):
