@@ -6,7 +6,7 @@ from offload.activations.drop_in import ManualOffloadSynchronizer, get_cpu_offlo
 from offload.activations.stats import OffloadStats
 from offload.activations.what_moves import mark_not_offload
 from offload.base.layer_events import remove
-from offload.device.capture import CaptureError
+from offload.device.cuda import CaptureError
 from offload.host.page_locked import HostMemoryError
 from offload.host.pool import empty_host_cache, reserve_host_memory
 from offload.long_context import Undoable, chunked_cross_entropy, tile_mlp, use_chunked_loss

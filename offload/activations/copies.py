@@ -16,7 +16,7 @@ from offload.activations.stats import OffloadStats
 from offload.base import trace
 from offload.base.checks import format_bytes, warn_caller
 from offload.device.backend import Backend, Event, Stream, Wait
-from offload.device.capture import CaptureError, is_capturing
+from offload.device.cuda import CaptureError, is_capturing
 from offload.host.page_locked import HostMemoryError
 from offload.host.pool import HostBuffer, HostPool
 

@@ -27,7 +27,7 @@ from offload.base.torch_private import (
     next_node,
     without_modes,
 )
-from offload.device.capture import CaptureError
+from offload.device.cuda import CaptureError
 from offload.recompute.layer_inputs import LayerInputs, same_layout
 from offload.recompute.layer_policies import InputKind, LayerPolicies
 from offload.recompute.learn import Learn, ModuleNames, SavedTensor

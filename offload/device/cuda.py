@@ -1,4 +1,4 @@
-"""CUDA: copies straight through the runtime, what keeps them fast inside of CUDA graphs, and page-locking.
+"""CUDA: copies straight through the runtime, CUDA graphs under capture, and page-locking.
 
 Queueing a copy with :meth:`torch.Tensor.copy_` on another stream takes the host twice as long as the call of the CUDA
 runtime that it ends in. Page-locking asks the driver, through ``ctypes``, which lets other threads of Python go on. An
@@ -132,3 +132,31 @@ def _call(name: str, *arguments: object) -> None:
         text = ctypes.c_char_p()
         driver().cuGetErrorName(error, ctypes.byref(text))
         raise PageLockError(f"{name}: {(text.value or b'error %d' % error).decode()}")
+
+
+class CaptureError(RuntimeError):
+    """A graph cannot be captured now; the message says what to do first."""
+
+
+def current_capture() -> int | None:
+    """The number of the CUDA graph capture that the current stream is part of, if any; no two have the same."""
+    if not _capturing():
+        return None
+    status, identity = ctypes.c_int(), ctypes.c_uint64()
+    answers, stream = map(ctypes.byref, (status, identity)), ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    error = driver().cuStreamGetCaptureInfo_v2(stream, *answers, None, None, None)
+    if error:
+        raise CaptureError(f"the CUDA driver refused a call on the graph under capture with error {error}")
+    return identity.value
+
+
+def is_capturing(stream: Stream) -> bool:
+    """Whether ``stream`` is part of a CUDA graph capture."""
+    if not _capturing():
+        return False
+    with cast("torch.Stream", stream):
+        return _capturing()
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

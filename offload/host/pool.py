@@ -28,7 +28,7 @@ import torch
 from offload.base.checks import format_bytes, format_s, parse_bytes
 from offload.base.tensors import aligned
 from offload.device.backend import Backend, Event
-from offload.device.capture import CaptureError, current_capture
+from offload.device.cuda import CaptureError, current_capture
 from offload.device.select import get_backend
 from offload.host.page_locked import HostMemoryError, check_room, forget_on_fork, page_locked
 

@@ -26,7 +26,7 @@ from offload.base.layer_events import Attachment, LayerCall
 from offload.base.tensors import plain_memory, tensors_in
 from offload.base.torch_private import address_of
 from offload.device.backend import Event
-from offload.device.capture import CaptureError
+from offload.device.cuda import CaptureError
 from offload.measuring.compare_plans import ComparePlans
 from offload.measuring.layer_times import ForwardBegins, LayerTimes
 from offload.measuring.measure_link import measure_link

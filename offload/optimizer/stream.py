@@ -15,7 +15,7 @@ from offload.activations.stats import Stats
 from offload.base.checks import check_type, format_bytes, parse_bytes
 from offload.base.layer_events import Handle, with_attribute
 from offload.base.torch_private import interpreted
-from offload.device.capture import CaptureError
+from offload.device.cuda import CaptureError
 from offload.device.select import get_backend
 from offload.optimizer.chunks import ChunkStepper, check_dense
 from offload.optimizer.early import BackwardSteps

@@ -15,9 +15,9 @@ from torch import nn
 import offload
 from offload.activations import copies as under_test
 from offload.activations.copies import Transfers
-from offload.device import capture as graphs
 from offload.device import cuda as cuda_device
-from offload.device.capture import CaptureError, current_capture, is_capturing
+from offload.device import cuda as graphs
+from offload.device.cuda import CaptureError, current_capture, is_capturing
 from offload.host import pool as host_pool
 from offload.host.pool import BUFFER_ALIGNMENT_BYTES, HostBuffer, HostPool
 
