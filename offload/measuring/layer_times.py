@@ -64,9 +64,10 @@ class _Queueing:
 
     def begin(self, phase: Phase) -> Event:
         """Delay the device unless the host is a layer ahead; where the next layer starts."""
-        self._near = self._starts[0].query()
-        if self._starts[-1].query():
-            self._backend.delay(min(AHEAD * self._most_s[phase] or MOST_DELAY_S, MOST_DELAY_S))
+        if self._backend.device.type != "cpu":  # where compute is the host's
+            self._near = self._starts[0].query()
+            if self._starts[-1].query():
+                self._backend.delay(min(AHEAD * self._most_s[phase] or MOST_DELAY_S, MOST_DELAY_S))
         self._starts.append(self._backend.mark())
         self._start_s = time.perf_counter()
         return self._starts[-1]
@@ -141,8 +142,6 @@ class LayerTimes(Attachment):
 
     def host_s(self, phase: Phase) -> list[float]:
         """Of each layer that ran, the median seconds of the host in a pass; 0 where they are not known."""
-        if self.backend.device.type == "cpu":
-            return [0.0] * len(self.ran)  # compute is the host's
         rounds = (self.layers[number].complete_rounds() for number in self.ran)
         return [statistics.median([one[phase].host_s for one in each if one[phase].host_s] or [0.0]) for each in rounds]
 
