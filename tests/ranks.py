@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from scripts import NO_GPU, run_scripts
 
+from offload.device.select import get_backend
+
 RANKS_S = {"cpu": 300, "cuda": 900}
 """So long may ranks take together: on the CPU they are over in half a minute, unless one waits for what never comes."""
 COLLECTIVE_S = 120
@@ -47,13 +49,20 @@ def ranks_of(worker: ModuleType) -> Any:
     return ranks
 
 
-def be_rank(find: Callable[[int, int, torch.device], dict[Any, Any]]) -> None:
-    """A worker's whole program: in the process group of all ranks, leave what ``find(rank, world, device)`` returns."""
+def be_rank(find: Callable[[int, int, torch.device], dict[Any, Any]], *, adverse: bool = False) -> None:
+    """A worker's whole program: in the process group of all ranks, leave what ``find(rank, world, device)`` returns.
+
+    If that is to be ``adverse``, copies of the CPU come late, and memory that was let go holds garbage.
+    """
     rank, world, kind, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
     torch.set_num_threads(1)
     device = torch.device(kind) if kind == "cpu" else torch.device(kind, rank)
     if kind != "cpu":
         torch.cuda.set_device(device)
+    backend = get_backend(device)
+    backend.poison = adverse
+    for stream in backend.copy_streams if adverse and kind == "cpu" else ():
+        stream.delay_s = 0.0003
     with group(folder, rank, world, kind):
         found = find(rank, world, device)
         dist.barrier()

@@ -18,7 +18,6 @@ from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8R
 
 from offload import offload_layers
 from offload.activations.handles import SubclassHandle
-from offload.device.select import get_backend
 
 WIDTH = 32
 TOKENS = 16
@@ -130,15 +129,10 @@ def late_collective(rank, mesh):
 
 def find(rank, world, device):
     mesh = init_device_mesh(device.type, (world,))
-    backend = get_backend(device)
-    backend.poison = True
-    if device.type == "cpu":
-        for stream in backend.copy_streams:
-            stream.delay_s = 0.0005
     found = {name: compare(name, mesh) for name in MODELS}
     found["late collective"] = late_collective(rank, mesh)
     return found
 
 
 if __name__ == "__main__":
-    be_rank(find)
+    be_rank(find, adverse=True)

@@ -205,22 +205,11 @@ def test_hooks_of_a_weight_run_once_on_the_sum() -> None:
 def test_ligers_kernel_is_called_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
-    def fused(
-        input: torch.Tensor,  # noqa: A002  # as Liger names it
-        weight: torch.Tensor,
-        target: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        ce_weight: None = None,
-        ignore_index: int = -100,
-        lse_square_scale: float = 0.0,
-        label_smoothing: float = 0.0,
-        reduction: str = "mean",
-        softcap: None = None,
-        return_z_loss: bool = False,
-        accum_dtype: torch.dtype | None = None,
-    ) -> torch.Tensor:
-        asked.append(accum_dtype)
-        return F.cross_entropy(F.linear(input, weight, bias), target, ignore_index=ignore_index, reduction=reduction)
+    def fused(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: Any = None, **named: Any) -> Any:
+        """Liger's first four arguments may be called by place; all others have these names."""
+        asked.append(named.pop("accum_dtype"))
+        assert named.keys() <= {"ignore_index", "label_smoothing", "reduction", "softcap"}
+        return F.cross_entropy(F.linear(x, weight, bias), target, **named)
 
     package = ModuleType("liger_kernel")
     monkeypatch.setitem(sys.modules, "liger_kernel", package)

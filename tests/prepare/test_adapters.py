@@ -44,12 +44,11 @@ def train(budget: int | str | None, words: int) -> tuple[list[torch.Tensor], lis
     return [one.detach() for one in trained], losses, prepared
 
 
-@pytest.mark.parametrize(("budget", "weights"), [("1GiB", "resident"), ("1600KiB", "streamed")])
-def test_the_same_bits(budget: str, weights: str) -> None:
+def test_the_same_bits() -> None:
     expected, *_ = train(None, 64)
-    found, _, prepared = train(budget, 64)
+    found, _, prepared = train("1600KiB", 64)
     assert_same(expected, found)
-    assert prepared.recipe.weights == weights
+    assert prepared.recipe.weights == "streamed"
     resident = prepared.plan.recipes[0]
     assert sum(resident.state_bytes) == 2 * sum(one.nbytes for one in found)
     assert not prepared.plan.in_pieces

@@ -444,28 +444,3 @@ def test_another_part_of_the_state_is_resident(
     assert held[0] == (parts[before], parts[2] - parts[before])
     assert held[-1] == (parts[after], parts[2] - parts[after])
     assert lab.pool.pinned_bytes <= parts[2] + (8 << 20)  # what was pinned for the state is not pinned twice
-
-
-def test_a_recipe_in_place_is_the_chosen_one_even_if_none_seems_to_fit(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where the activations' plan for it was a little too large, and its steps run nevertheless."""
-
-    def none_fits(*given: Any) -> offload.TrainingPlan:
-        made = plan_recipes(*given)
-        return replace(made, recipes=tuple(replace(one, reason="does not fit") for one in made.recipes))
-
-    monkeypatch.setattr(PREPARE, "plan_recipes", none_fits)
-    model = Model().to(lab.device)
-    optimizer = adamw(model)
-    with offload.prepare(model, optimizer, 1 << 30, device=lab.device, min_bytes=0) as prepared:
-        for _ in range(4):
-            model(torch.ones(1, 4, dtype=torch.long, device=lab.device)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert prepared.state == "following"
-        chosen = prepared.plan.chosen
-        assert chosen.recipe == prepared.recipe
-        assert chosen.plan is prepared.activations
-        assert 0 < chosen.step_s < 1000
-        assert "chosen" in str(prepared.plan)

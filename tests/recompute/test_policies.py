@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from lab import Lab
 from models import BLOCKS, WIDTH, Seen, assert_same, build, gradients, leaves_of, loss_of, step_gradients, through
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 import offload
 from offload.activations.copies import Transfers
@@ -153,32 +151,6 @@ def test_writing_in_place(function: Callable[..., torch.Tensor], lab: Lab) -> No
     assert "recompute" in assert_right(function, lab).values()
 
 
-@pytest.mark.usefixtures("nothing_recomputed")
-def test_what_is_kept_for_recomputation_and_then_overwritten(lab: Lab) -> None:
-    """A sum that autograd does not save, kept for what is computed from it, before a part of it is written over."""
-
-    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        y = x + (x @ w)
-        z = (y * 3).tanh()
-        y[:, ::2] += z[:, ::2]
-        return y.sigmoid() * x
-
-    for policy in ("keep", "offload"):
-        assert_right(function, lab, {"add": policy, "*": "recompute"}, 2)
-
-
-def test_what_was_read_must_not_change_before_backward(lab: Lab) -> None:
-    layers, x = functions(lambda x, w: (x * 2).tanh() @ w, lab)
-    with offloaded(layers, lab):
-        step_gradients(layers, x)
-        given = (x * 1).detach().requires_grad_()
-        loss = loss_of(layers[0](given))
-        with torch.no_grad():
-            given.add_(1)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-
-
 def test_a_result_of_the_layer_that_is_changed_before_backward(lab: Lab) -> None:
     """A product that autograd does not save: what is computed from it was kept, or is recomputed as it was."""
     layers, x = functions(lambda x, w: [y := x @ w, (y * 3).tanh()], lab)
@@ -286,26 +258,6 @@ def test_second_derivative(lab: Lab) -> None:
 
     lab.adverse()
     assert_bits(second, layers, lab)
-
-
-@pytest.mark.usefixtures("nothing_recomputed")
-def test_what_led_to_a_kept_value_is_freed(lab: Lab) -> None:
-    """Batch norm's result is a source of the record, and nobody wants it once what was computed from it is kept."""
-    normed = []
-
-    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            source = F.batch_norm((x * 1).reshape(-1, WIDTH), None, None, training=True)
-        normed.append(StorageWeakRef(source.untyped_storage()))
-        return ((w.mean() + source) * 2).tanh().view_as(x) * x
-
-    layers, x = functions(function, lab)
-    with offloaded(layers, lab, {"add": "keep", "*": "recompute"}):
-        step_gradients(layers, x)
-        normed.clear()
-        y = through(layers, x)
-        assert [storage.expired() for storage in normed] == [True] * LAYERS
-        loss_of(y).backward()
 
 
 def test_what_a_layer_was_given_travels_first(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

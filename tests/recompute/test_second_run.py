@@ -1144,26 +1144,6 @@ def test_experts(policies: dict[str, str], lab: Lab) -> None:
         assert handle.regions(0)["cos"] == "recompute"
 
 
-def test_memory_that_is_kept_before_and_saved_again_behind_what_depends_on_data(lab: Lab) -> None:
-    """What is behind is recomputed, from what was kept: neither is that recomputed, nor all of the rest kept."""
-
-    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        tokens = (x.flatten(0, -2) @ w).tanh()
-        (rows,) = (tokens.sin()[:, 0] > 0).nonzero(as_tuple=True)
-        chosen = (tokens[rows] * 2).exp()
-        return (torch.zeros_like(tokens).index_add(0, rows, chosen) * tokens).view_as(x) * x
-
-    layers, x = functions(function, lab)
-    expected = step(layers, x)
-    with offloaded(layers, lab, {"tanh": "keep", "*": "recompute"}) as handle:
-        for _ in range(3):
-            with Seen() as seen:
-                assert_same(expected, step(layers, x))
-        assert (seen.times["tanh"], seen.times["exp"]) == (LAYERS, 2 * LAYERS)
-        regions = handle.regions(0)
-        assert [regions[name] for name in ("tanh", "index", "exp")] == ["keep", "recompute", "recompute"]
-
-
 class ReadsTwice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -1511,31 +1491,6 @@ def test_a_device_too_full_for_a_second_run_has_what_the_run_is_compared_with_on
         for _ in range(3):
             assert_same(expected, step(layers, x))
         assert handle.regions(0)["add"] == "recompute"
-
-
-def masked() -> nn.Module:
-    """A layer with a mask that the layer adds, so that autograd saves no mask."""
-    return Composed(lambda own, x, mask: x + (own.lin(x) + mask.mean()).sin(), lin=nn.Linear(WIDTH, WIDTH))
-
-
-def test_a_mask_that_all_layers_are_given_is_not_offloaded(lab: Lab) -> None:
-    layers, x = build(masked, LAYERS, lab.device)
-    bytes_of: list[int] = []
-    for size in (1, 1 << 16):
-        mask = torch.zeros(size, device=lab.device)
-
-        def run(mask: torch.Tensor = mask) -> None:
-            y = x * 1
-            for layer in layers:
-                y = layer(y, mask)
-            loss_of(y).backward()
-
-        expected = gradients(leaves_of(layers, x), run)
-        with offloaded(layers, lab, ALL, 1) as handle:
-            for _ in range(2):
-                assert_same(expected, gradients(leaves_of(layers, x), run))
-            bytes_of.append(handle.stats().offloaded_bytes)
-    assert bytes_of[0] == bytes_of[1] > 0
 
 
 @pytest.mark.parametrize("policies", [ALL, ADD], ids=["all", "sums kept"])
