@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import torch
 
-from offload.base.checks import check_int, parse_bytes
 from offload.device.backend import Backend, Stream
 from offload.device.select import get_backend
 from offload.host.page_locked import page_locked
@@ -22,32 +21,24 @@ RUN_S = 0.02
 """Each bandwidth is taken from as many pieces as take about this long."""
 
 MAX_PIECES = 64
+REPEATS = 5
+"""So often each of the three bandwidths is measured; the median counts."""
 
 
-def measure_link(
-    device: torch.device | str | int | None = None, *, piece_bytes: int | str = PIECE_BYTES, repeats: int = 5
-) -> Link:
+def measure_link(device: torch.device | str | int | None = None) -> Link:
     """Measure the link with copies like the library's own: pinned memory, the same streams.
 
-    It takes well under a second, and twice ``piece_bytes`` on the device and on the host.
-    Without an accelerator it measures how fast the CPU backend's threads copy memory.
+    It takes well under a second, and 128 MiB on the device and on the host. Without an accelerator it measures how fast
+    the CPU backend's threads copy memory.
 
     Args:
         device: ``None`` is the current accelerator, and the CPU where there is none.
-        piece_bytes: Bytes of one copy, or a text such as ``"32MiB"``.
-        repeats: How often each of the three bandwidths is measured; the median counts.
-
-    Raises:
-        ValueError: ``piece_bytes`` or ``repeats`` is less than 1.
     """
-    piece_bytes = parse_bytes(piece_bytes, "piece_bytes")
-    check_int("piece_bytes", piece_bytes, least=1)
-    check_int("repeats", repeats, least=1)
     backend = get_backend(device)
     d2h_stream, h2d_stream = backend.copy_streams
     # Written once, because memory that never was has no pages of its own on the CPU.
-    on_device = [backend.empty(piece_bytes).zero_() for _ in range(2)]
-    on_host = [page_locked(piece_bytes, backend) for _ in range(2)]
+    on_device = [backend.empty(PIECE_BYTES).zero_() for _ in range(2)]
+    on_host = [page_locked(PIECE_BYTES, backend) for _ in range(2)]
     d2h: _Copy = (d2h_stream, on_host[0], on_device[0])
     h2d: _Copy = (h2d_stream, on_device[1], on_host[1])
     for stream in (d2h_stream, h2d_stream):
@@ -56,8 +47,8 @@ def measure_link(
     pieces = min(MAX_PIECES, max(1, round(RUN_S / _copy_s(backend, [d2h, h2d], 1))))
 
     def bytes_per_s(*copies: _Copy) -> float:
-        run_s = statistics.median(_copy_s(backend, copies, pieces) for _ in range(repeats))
-        return len(copies) * pieces * piece_bytes / run_s
+        run_s = statistics.median(_copy_s(backend, copies, pieces) for _ in range(REPEATS))
+        return len(copies) * pieces * PIECE_BYTES / run_s
 
     return Link(bytes_per_s(d2h), bytes_per_s(h2d), bytes_per_s(d2h, h2d), str(backend.device))
 
