@@ -154,7 +154,24 @@ class Timeline:
             title: In place of the timeline's own.
             size: Inches of the new figure.
         """
-        return plot_timeline(self.spans, self.memory, self.title if title is None else title, ax, size)
+        start_s, duration_s = self.start_s, self.duration_s
+        unit, unit_s = next((item for item in TIME_UNITS.items() if duration_s >= 3 * item[1]), ("µs", 1e-6))
+
+        def on_axis(time_s: float) -> float:
+            return (time_s - start_s) / unit_s
+
+        boxes = [replace(span, start_s=on_axis(span.start_s), end_s=on_axis(span.end_s)) for span in self.spans]
+        end = duration_s / unit_s or 1.0
+        if ax is None and self.memory:
+            ax, lowest = new_figure(size).subplots(2, 1, sharex=True, height_ratios=(3, 1.3))
+            times, nbytes = zip(*self.memory, strict=True)
+            _draw_memory(lowest, [*map(on_axis, times)], [*nbytes], end)
+        else:
+            ax = lowest = new_figure(size).subplots() if ax is None else ax
+        _draw_streams(ax, boxes, end)
+        lowest.set_xlabel(unit, color=INK, fontsize=9)
+        ax.set_title(self.title if title is None else title, color=INK, loc="left", fontsize=11, pad=20)
+        return ax.figure.figure
 
     def __repr__(self) -> str:
         return (
@@ -195,34 +212,6 @@ TIME_UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
 SIZE_UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
 LABEL_POINTS = 8.0
 BOX_HEIGHT = 0.72
-
-
-def plot_timeline(
-    spans: Sequence[Span],
-    memory: Sequence[tuple[float, int]],
-    title: str,
-    ax: Axes | None,
-    size: tuple[float, float],
-) -> Figure:
-    """What :meth:`offload.observe.timeline.Timeline.plot` draws; spans and memory are sorted by start."""
-    start_s = spans[0].start_s if spans else 0.0
-    duration_s = max((span.end_s for span in spans), default=0.0) - start_s
-    unit, unit_s = next((item for item in TIME_UNITS.items() if duration_s >= 3 * item[1]), ("µs", 1e-6))
-
-    def on_axis(time_s: float) -> float:
-        return (time_s - start_s) / unit_s
-
-    boxes = [replace(span, start_s=on_axis(span.start_s), end_s=on_axis(span.end_s)) for span in spans]
-    end = duration_s / unit_s or 1.0
-    if ax is None and memory:
-        ax, lowest = new_figure(size).subplots(2, 1, sharex=True, height_ratios=(3, 1.3))
-        _draw_memory(lowest, [on_axis(time_s) for time_s, _ in memory], [nbytes for _, nbytes in memory], end)
-    else:
-        ax = lowest = new_figure(size).subplots() if ax is None else ax
-    _draw_streams(ax, boxes, end)
-    lowest.set_xlabel(unit, color=INK, fontsize=9)
-    ax.set_title(title, color=INK, loc="left", fontsize=11, pad=20)
-    return ax.figure.figure
 
 
 def new_figure(size: tuple[float, float]) -> Figure:
