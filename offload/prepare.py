@@ -29,7 +29,7 @@ from offload.measuring.follow_compiled import follow_plan
 from offload.measuring.follow_plan import FollowPlan
 from offload.measuring.in_pieces import Pieces
 from offload.measuring.layer_times import ForwardBegins
-from offload.measuring.memory_left import all_bytes, bytes_of_gradients, training_bytes, usable_bytes
+from offload.measuring.memory_left import BrokenBudget, all_bytes, bytes_of_gradients, training_bytes, usable_bytes
 from offload.optimizer.chunks import seconds_per_element
 from offload.optimizer.state import move_state
 from offload.optimizer.stream import CHUNK_BYTES, OptimizerStats, StreamedOptimizer, check_float32, stream_optimizer
@@ -79,6 +79,7 @@ class PreparedTraining(Handle):
         self._decides_again = self._deciding = False
         self._link_left: Link | None = None  # for activations, beside the copies of the chosen recipe
         self._tokens = 0  # of the largest microbatch so far
+        self.broken = BrokenBudget(" beside weights and optimizer state")
         self._put_in_place(_first_of(self._plan))
         self._undo = ExitStack()
         self._undo.callback(self._optimizer.register_step_post_hook(self._after_step).remove)

@@ -128,9 +128,8 @@ class FollowPlan(HookedLayers):
         that there were then, where they count to the budget."""
         self._before = 1, 0
         """The elements of the largest inputs that were timed, and what was saved before the first layer beside them."""
-        self._learning_bytes: int | None = 0
-        """The most device memory in a microbatch that learned, timed or proved something; ``None`` once that is said.
-        """
+        self._kept_gradients = 0
+        """The most gradients with which a microbatch has kept to the budget under this plan."""
         self._watches = True
         """Whether the peaks of microbatches are measured."""
         self._recomputed_fits = False  # whether the microbatch that was timed has kept to the budget
@@ -215,8 +214,9 @@ class FollowPlan(HookedLayers):
             return
         proved = self._learn_costs() or self._proves or self._count_unproven() < self._unproven
         self._proves = False
-        if (proved or self.measures) and self._learning_bytes is not None:
-            self._learning_bytes = max(self._learning_bytes, self._peak_bytes)
+        if proved or self.measures:
+            over, broken = self._peak_bytes - (self._budget or self._left.device_bytes()), self._left.broken
+            broken.over_bytes = max(broken.over_bytes, over)
         if self._stage == "timing":
             self._end_timing(self._backend.mark())
         self._inputs = given_to(inputs)
@@ -225,6 +225,8 @@ class FollowPlan(HookedLayers):
             if self._costs.lack(self._inputs):
                 self._time()
             elif not is_within(size, self._planned):
+                if self.plan is not None and self.plan is self.largest_plan and not proved:
+                    self._need_more(self.plan)
                 self._costs.cover(self._inputs)
                 self._plan_for(self._costs.largest)
             elif self._watches and not proved:
@@ -242,13 +244,16 @@ class FollowPlan(HookedLayers):
             if other is not None:
                 self._change_to(other)
         self._gradient_bytes = self._left.gradient_bytes()
+        # More gradients than when a microbatch has kept to the budget, perhaps as later ones of a step have them.
+        grown = self._gradient_bytes > self._kept_gradients
         largest = self.largest_plan
         if largest is not None:
+            self._watches = self._watches or (grown and not self._said)
             self._follow(self._plan_at(size, largest))
             self._peak_bytes = 0
         if self._watches and not (self.plan is not largest and self._peak.costs_time):
             # What nobody has counted that was there when the microbatch began would not be seen to be freed.
-            self._proves = self._proves or not self._peak.counts
+            self._proves = self._proves or not (self._peak.counts or grown)
             self._peak.start()
         else:
             self._peak.stop()
@@ -272,8 +277,7 @@ class FollowPlan(HookedLayers):
                 # On the CPU, nobody has counted that once watching has ended. Of small inputs it may be what is there
                 # with inputs of any size, such as the gradient of weights that embedding and head share.
                 before = max(self._before, (self._inputs.elements, self._times.before_bytes()))
-                if self._learning_bytes is not None:  # it was counted without
-                    self._learning_bytes += before[1] - self._before[1]
+                self._left.broken.over_bytes += before[1] - self._before[1]  # it was counted without
                 self._before = before
             most_bytes = self._times.most_bytes() if self._stage == "timing" else self._peak.most_bytes()
             most_bytes += round(self._inputs.elements * self._before[1] / self._before[0])
@@ -286,6 +290,7 @@ class FollowPlan(HookedLayers):
     def _change_to(self, plan: Plan) -> None:
         """From the next microbatch on, this is the plan for inputs of the planned size."""
         self._plans, self._proves = {frozenset(self._planned.items()): plan}, True
+        self._watches, self._kept_gradients = not (self._said and self._peak.costs_time), 0
 
     def _follow(self, plan: Plan) -> None:
         if plan is self.plan:
@@ -309,37 +314,42 @@ class FollowPlan(HookedLayers):
         """Plan again with less if the last microbatch, under this plan, has broken the budget."""
         over = self._peak_bytes - self._budget
         largest = self.largest_plan
-        if self.plan is not largest and largest is not None:
-            if over > 0:
-                line = "a plan for smaller inputs needed %s: that for the largest ones is followed"
-                _logger.info(line, format_bytes(self._peak_bytes))
-                self._plans = {key: largest if one is self.plan else one for key, one in self._plans.items()}
+        if largest is None:
             return
-        if over > 0 and self._corrections_left:
+        smaller = self.plan is not largest
+        if smaller and over > 0:
+            line = "a plan for smaller inputs needed %s: that for the largest ones is followed"
+            _logger.info(line, format_bytes(self._peak_bytes))
+            self._plans = {key: largest if one is self.plan else one for key, one in self._plans.items()}
+        elif over > 0 and self._corrections_left:
             self._corrections_left -= 1
-            amounts = format_bytes(self._budget), format_bytes(self._peak_bytes)
-            _logger.info("memory_budget = %s: the last microbatch needed %s, so it is planned again", *amounts)
-            self._costs.need_more(over)
+            self._need_more(largest)
             self._make_plan(over)
-            return
-        if over > TOLERANCE * self._budget and not self._said:
+        elif over > TOLERANCE * self._budget and not self._said:
             if self._left.more_after_step():
                 return
             self._said = True
-            least = largest is not None and [*largest.policies] == recompute_all(largest.profile)
+            least = [*largest.policies] == recompute_all(largest.profile)
             tried = "although everything is recomputed" if least else f"by {CORRECTIONS + 1} plans"
             warn_caller(
-                f"memory_budget = {format_bytes(self._budget)} was not met {tried}: the last "
+                f"{self._left.broken.called(self._budget)} was not met {tried}: the last "
                 f"microbatch needed {format_bytes(self._peak_bytes)}; give more, or use smaller microbatches."
             )
-        elif not self._said and (self._learning_bytes or 0) > (1 + TOLERANCE) * self._budget:
-            warn_caller(
-                f"memory_budget = {format_bytes(self._budget)} is kept to from here on, but not while the layers were "
-                f"learned: a microbatch needed up to {format_bytes(self._learning_bytes or 0)}, as each layer ran "
-                "twice, and what both runs saved was compared. Give more if the first steps do not fit."
-            )
-            self._learning_bytes = None
-        self._watches = not (self._peak.costs_time and self._ran_all)
+            self._watches = not (self._peak.costs_time and self._ran_all)
+        else:
+            if not self._said:
+                self._left.broken.tell(self._budget, TOLERANCE)
+            if not smaller and self._peak.costs_time and self._ran_all:
+                self._watches, self._kept_gradients = False, max(self._kept_gradients, self._gradient_bytes)
+
+    def _need_more(self, plan: Plan) -> None:
+        """Count what the last microbatch, under this plan, has needed beyond the budget, and what the plan leaves."""
+        over = self._peak_bytes - self._budget
+        if over > 0:
+            amounts = self._left.broken.called(self._budget), format_bytes(self._peak_bytes)
+            _logger.info("%s: the last microbatch needed %s, so it is planned again", *amounts)
+            unused_bytes = round((1 - RESERVE) * self._budget) - plan.peak_bytes
+            self._costs.need_more(over + max(0, unused_bytes))
 
     def _learn_costs(self) -> bool:
         """Add what layers have learned in the last microbatch, if any has, to what is known of their costs."""
@@ -387,7 +397,7 @@ class FollowPlan(HookedLayers):
             self._plan_for(self._planned)
 
     def _plan_for(self, size: Size) -> None:
-        self._planned, self._watches, self._said = size, True, False
+        self._planned, self._said = size, False
         self._make_plan()
 
     def _make_plan(self, over_bytes: int | None = None) -> None:
@@ -396,7 +406,7 @@ class FollowPlan(HookedLayers):
         It fits beside what is needed outside of the layers; if there is none, everything is recomputed.
         """
         self.profile, self.missing_bytes = self._costs.at(self._planned)
-        budget, missing = format_bytes(self._budget), format_bytes(self.missing_bytes)
+        budget, missing = self._left.broken.called(self._budget), format_bytes(self.missing_bytes)
         link, host_bytes = self._left.link(self.link), self._left.host_bytes()
 
         def plan_among(among: Among) -> Plan:
@@ -423,19 +433,16 @@ class FollowPlan(HookedLayers):
                 nothing, profile, link, self._budget, (*recompute_all(profile),), host_bytes
             )
             if self._recomputed_fits and is_within(self._planned, self._costs.size_of(self._timed_inputs)):
-                _logger.info(
-                    "memory_budget = %s is met by no plan: all is recomputed, as while it was measured", budget
-                )
+                _logger.info("%s is met by no plan: all is recomputed, as while it was measured", budget)
             elif not self._left.more_after_step() and over_bytes is None:
                 warn_caller(
-                    f"memory_budget = {budget} cannot be met, so everything is recomputed and inputs are offloaded: "
+                    f"{budget} cannot be met, so everything is recomputed and inputs are offloaded: "
                     f"{why} Of the budget, {missing} are needed outside of the layers, and {RESERVE:.0%} are left free."
                 )
                 self._said = True
-                self._watches = not self._peak.costs_time
         made = self._compare.best(plans, self._planned[()])
         _logger.info(
-            "memory_budget = %s: %d of %d layers are offloaded, %s a step are recomputed; step %s, peak "
+            "%s: %d of %d layers are offloaded, %s a step are recomputed; step %s, peak "
             "%s, of which %s outside of them",
             *(budget, made.num_layers, len(profile.layers), format_s(made.recompute_s), format_s(made.step_s)),
             *(format_bytes(made.peak_bytes), missing),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from offload.base.checks import format_bytes, warn_caller
 from offload.optimizer.chunks import NUM_SLOTS
 from offload.optimizer.proof import prove, with_groups
 from offload.optimizer.state import REMAINDER_BYTES, local
@@ -18,8 +21,34 @@ AUTO_SHARE = 0.92
 """Of what the device has left: allocators need some room to cut blocks from."""
 
 
+@dataclass
+class BrokenBudget:
+    """By how much microbatches that learned, timed or proved something broke a budget, until the program is told."""
+
+    beside: str = ""  # what else there is beside the number of messages, which is not all of the program's budget
+    over_bytes: float = -math.inf
+    told_bytes: float = 0.0
+
+    def called(self, budget: int) -> str:
+        """The budget in messages."""
+        return f"memory_budget = {format_bytes(budget)}{self.beside}"
+
+    def tell(self, budget: int, tolerance: float) -> None:
+        """Say that the budget is kept to now, if it was broken, and by more than was told of."""
+        if self.over_bytes > max(tolerance * budget, self.told_bytes):
+            self.told_bytes = self.over_bytes
+            warn_caller(
+                f"{self.called(budget)} is kept to from here on, but not while the layers were learned: a microbatch "
+                f"needed up to {format_bytes(round(budget + self.told_bytes))}, as each layer ran twice, and what both "
+                "runs saved was compared, or as its inputs were larger than all before. Give more if such steps do not "
+                "fit."
+            )
+
+
 class MemoryLeft(Protocol):
     """What is left for activations of the memory that a whole training may use."""
+
+    broken: BrokenBudget
 
     def device_bytes(self) -> int:
         """Of the device's memory, for what a step adds to weights and optimizer state."""
@@ -46,6 +75,7 @@ class GivenMemory(MemoryLeft):
     def __init__(
         self, device_bytes: int, device: torch.device, layers: Iterable[nn.Module], host_bytes: int | None
     ) -> None:
+        self.broken = BrokenBudget()
         self._device_bytes = device_bytes
         self._host_bytes = host_bytes
         self._device = device

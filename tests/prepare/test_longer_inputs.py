@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from models import assert_same
@@ -13,13 +15,13 @@ from offload.planning.recipes import Recipe
 LENGTHS = (8, 8, 16, 16, 16, *[100] * 8, 16, 100)
 
 
-def train(budget: int | None) -> tuple[list[torch.Tensor], list[int], list[Recipe]]:
+def train(budget: int | None, lengths: Sequence[int] = LENGTHS) -> tuple[list[torch.Tensor], list[int], list[Recipe]]:
     """Parameters after a step of each length, the most on the device in each step, and the recipe of each."""
     model = Model()
     optimizer = adamw(model)
     prepared = None if budget is None else offload.prepare(model, optimizer, budget, device="cpu", min_bytes=0)
     generator, most, recipes = torch.Generator().manual_seed(2), [], []
-    for length in LENGTHS:
+    for length in lengths:
         tokens = torch.randint(64, (1, length), generator=generator)
         held = 3 * weight_bytes()
         if prepared is not None:
@@ -38,7 +40,8 @@ def train(budget: int | None) -> tuple[list[torch.Tensor], list[int], list[Recip
 def test_state_moves_to_the_host_where_longer_inputs_need_its_memory() -> None:
     expected, plain, _ = train(None)
     budget = max(plain) - weight_bytes()
-    found, most, recipes = train(budget)
+    with pytest.warns(UserWarning, match="kept to from here on"):  # but not by the first of the longer ones
+        found, most, recipes = train(budget)
     assert_same(expected, found)
     assert recipes[4] == RESIDENT
     assert recipes[-1] == STREAMED
@@ -51,3 +54,14 @@ def test_it_is_said_once_where_no_recipe_fits_longer_inputs() -> None:
         found, _, _ = train(max(plain) - 3 * weight_bytes())
     assert_same(expected, found)
     assert len([one for one in caught if "memory_budget" in str(one.message)]) == 1
+
+
+def test_one_long_microbatch_that_breaks_the_budget_is_said() -> None:
+    """No later one is as long, so that no plan is made again."""
+    lengths = (8, 8, 16, 16, 100, 8, 8, 8)
+    expected, plain, _ = train(None, lengths)
+    budget = max(plain) - 3 * weight_bytes()
+    with pytest.warns(UserWarning, match="memory_budget = .* beside weights and optimizer state is kept to"):
+        found, most, _ = train(budget, lengths)
+    assert_same(expected, found)
+    assert max(most[:4] + most[5:]) <= budget < most[4]
