@@ -8,8 +8,8 @@ A page says where a block belongs with two comments; what is between them is rep
     <!-- table: activations -->
     <!-- /table -->
 
-The modules beside this one whose names end in ``_results`` know the records; ``figures`` draws what
-follows from the library alone. ``blocks`` collects the blocks and drawings of all of them.
+The modules beside this one whose names end in ``_results`` know the records; ``figures`` draws what follows from the
+library alone. ``blocks`` collects the blocks and drawings of all of them.
 """
 
 import argparse
