@@ -108,8 +108,10 @@ class Comparison:
     def _measure(self, way: Way) -> None:
         """First times, peak, copies, what is pinned, and whether gradients are those of the first way."""
         row = way.row
-        with warnings.catch_warnings(record=True) as caught, self._attached(way) as (handle, step, measuring):
-            warnings.simplefilter("always")
+        with (
+            warnings.catch_warnings(record=True, action="always") as caught,
+            self._attached(way) as (handle, step, measuring),
+        ):
             row["first_s"] = timed(step, self.device)
             for _ in range(self.settle):
                 step()
@@ -135,8 +137,7 @@ class Comparison:
         row |= {"warnings": texts} if texts else {}
 
     def _turn(self, way: Way) -> None:
-        with warnings.catch_warnings(), self._attached(way) as (_, step, _):
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"), self._attached(way) as (_, step, _):
             step()
             way.row["times_s"] += self._times_s(step)
 
