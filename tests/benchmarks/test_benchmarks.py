@@ -13,6 +13,7 @@ import torch
 from scripts import NO_GPU, as_torchrun, run_scripts
 
 from benchmarks import (
+    faults,
     long_context,
     never_slower,
     optimizer_state,
@@ -37,6 +38,7 @@ RUNS: dict[str, tuple[ModuleType, str, str]] = {
     "optimizer state": (optimizer_state, "", "rows"),
     "suite": (suite, "--only norm_mlp small_copies", "rows"),
     "weights": (weight_streaming, "--repeats 1", "rows"),
+    "faults": (faults, "", "faults"),
     "compiled": (never_slower, f"{ONE_MODEL} --compiled aot_eager", "rows"),
     "varying lengths": (varying_lengths, "--steps 24", "rows"),
     "recipes": (recipe, BUDGET, "rows"),
@@ -45,7 +47,7 @@ RUNS: dict[str, tuple[ModuleType, str, str]] = {
     "longest": (recipe, f"--budgets 3 {FEW_STEPS} --longest --host 8 --seconds 30", "longest"),
 }
 """A program, its options, and the part of its record that has a row for each way."""
-NIGHTLY = ("compiled", "varying lengths", "recipes", "recipes by hand", "largest", "longest")
+NIGHTLY = ("faults", "compiled", "varying lengths", "recipes", "recipes by hand", "largest", "longest")
 
 
 def numbers_of(what: Any, name: str) -> Iterator[Any]:
