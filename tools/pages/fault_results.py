@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from blocks import BLOCKS, PICTURES, ROOT, Row, image, read, table
 from drawing import plotted
-from page_text import day_of, gib, machine, ms
+from page_text import day_of, gib, link_of, ms, torch_of
 
 from offload.base.checks import format_bytes
 from offload.observe.timeline import LANES, Span, Timeline
@@ -30,7 +30,7 @@ WORDS["than the link carries"] = "than the link can carry"
 
 
 def timeline_of(trace: Row) -> Timeline:
-    """What ``benchmarks.faults`` wrote, as a timeline."""
+    """What ``benchmarks.faults`` wrote, as a timeline. The heading above it on the page is its title."""
     spans, memory = [], []
     for event in trace["traceEvents"]:
         begin_s = event.get("ts", 0) * 1e-6
@@ -42,13 +42,13 @@ def timeline_of(trace: Row) -> Timeline:
             layer, nbytes = event["args"]["layer"], event["args"]["bytes"]
             end_s = begin_s + event["dur"] * 1e-6
             spans.append(Span(LANES[event["tid"]], kind, begin_s, end_s, label, layer, nbytes))
-    return Timeline(tuple(spans), tuple(memory), trace["otherData"]["title"])
+    return Timeline(tuple(spans), tuple(memory), title="")
 
 
 def draw(name: str, *, narrow: bool = False) -> Figure:
     """A fault's timeline."""
     timeline = timeline_of(json.loads((TRACES / f"{name}.json").read_text("utf-8")))
-    return plotted(timeline, narrow=narrow, title="", height=3.4)
+    return plotted(timeline, narrow=narrow, height=3.4)
 
 
 def fault_picture(name: str, drawn: Path, page: Path) -> str:
@@ -80,7 +80,8 @@ def _measured(row: Row) -> str:
 @table("fault_setting")
 def fault_setting(_page: Path) -> str:
     """What it was recorded on."""
-    return f"{machine(read('faults'), read('faults')['link'], day_of(read('faults')))}.\n"
+    record = read("faults")
+    return f"{record['hardware']['gpu']}, {link_of(record['link'])}, {torch_of(record)}, {day_of(record)}.\n"
 
 
 for one in read("faults")["faults"]:

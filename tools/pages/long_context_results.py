@@ -1,9 +1,18 @@
-"""Tables of long sequences, and of the longest, from ``results/long_context.json``."""
+"""Tables of long sequences, and a picture of the longest, from ``results/long_context.json``."""
+
+from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from blocks import Columns, Row, cells, markdown_table, measured_on, read, row_of, table, with_runs
+from blocks import Columns, Row, cells, markdown_table, measured_on, picture, read, row_of, table, with_runs
+from drawing import NARROW_INCHES, draw_bars, label_axes
 from page_text import GIB, gib1, torch_of
+
+from offload.observe.timeline import COLORS, INK, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 LENGTHS = {
     "inputs": "checkpointing, inputs offloaded",
@@ -11,13 +20,14 @@ LENGTHS = {
     "plan": "this library's plan",
 }
 LIMITED = {
-    "nothing": "nothing",
-    "checkpointing": "checkpointing",
-    "hf_offload": "Hugging Face's offloaded checkpoints",
-    "inputs": "this library",
-    "streamed": "weights streamed",
-    "lora": "streamed, LoRA",
+    "nothing": ("nothing", INK),
+    "checkpointing": ("checkpointing", COLORS["forward"]),
+    "hf_offload": ("Hugging Face's offloaded checkpoints", COLORS["backward"]),
+    "inputs": ("this library", COLORS["offload"]),
+    "streamed": ("weights streamed", COLORS["reload"]),
+    "lora": ("streamed, LoRA", COLORS["recompute"]),
 }
+"""Way → its name and its colour."""
 GRAIN = 4096
 """Lengths that are tried are multiples of so many tokens, or of fewer."""
 HELD = 2 * 2 * 8_030_261_248
@@ -99,7 +109,7 @@ def longest_table(_page: Path) -> str:
         return f"{longest} ({about}{row['tokens_per_s']:,.0f} tokens/s)" if tokens else "does not fit"
 
     rows = longest()
-    ways = {way: name for way, name in LIMITED.items() if any(way in row for row in rows.values())}
+    ways = {way: name for way, (name, _) in LIMITED.items() if any(way in row for row in rows.values())}
     shown = [
         {"device": f"{nbytes / GIB:.0f} GiB"} | {name: cell(nbytes, way) for way, name in ways.items()}
         for nbytes in rows
@@ -120,6 +130,33 @@ def lora_longest(_page: Path) -> str:
     )
 
 
+def longest_said() -> str:
+    """The picture in words."""
+    said = "; ".join(
+        f"{nbytes / GIB:.0f} GiB: "
+        + ", ".join(f"{LIMITED[way][0]} {row.get('longest_tokens', 0):,}" for way, row in ways.items())
+        for nbytes, ways in longest().items()
+    )
+    return f"Bars of the longest context in tokens, by device memory. {said}."
+
+
+def draw_longest(*, narrow: bool = False) -> Figure:
+    """A bar for each way to train on each size of the device."""
+    bars = [(nbytes, *LIMITED[way], row) for nbytes, ways in longest().items() for way, row in ways.items()]
+    figure = new_figure((NARROW_INCHES if narrow else 8.0, 0.8 + 0.24 * len(bars)))
+    ax = figure.subplots()
+    names = [f"{name}, {nbytes / GIB:.0f} GiB" for nbytes, name, _, _ in bars]
+    lengths = [row.get("longest_tokens", 0) / 1024 for *_, row in bars]
+    said = [
+        f"{'≥' if length and _is_open(row) else ''}{length:.0f}"
+        for length, (*_, row) in zip(lengths, bars, strict=True)
+    ]
+    draw_bars(ax, names, lengths, [color for _, _, color, _ in bars], said, room=1.2)
+    ax.invert_yaxis()
+    label_axes(ax, "longest context, K tokens")
+    return figure
+
+
 def _is_open(row: Row) -> bool:
     """Whether the search has ended, for its time, before the next length failed."""
     failed = row.get("shortest_failed_tokens")
@@ -132,3 +169,6 @@ def _where(rows: list[Row], *, by_row: bool = False) -> str:
         f"{record['hardware']['gpu']}, {torch_of(record)}; Llama-3.1-8B's shape in bfloat16, random weights, forward "
         f"and backward. Measured {measured_on(rows, record, by_row=by_row)}."
     )
+
+
+picture("longest_context", draw_longest, longest_said)
