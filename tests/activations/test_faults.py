@@ -100,35 +100,6 @@ def by_hooks(model: Model, device: torch.device) -> Iterator[Step]:
 
 
 @contextmanager
-def by_hand(model: Model, device: torch.device) -> Iterator[Step]:
-    """Both microbatches in flight; the first layer's release and reload by hand."""
-    options = {"manual_synchronization": True, "min_bytes": 0, "device": device}
-    context, sync, manual = offload.get_cpu_offload_context(True, OFFLOADED, LAYERS, **options)
-    offloaded = Offloading(context, sync)
-
-    def step() -> list[torch.Tensor]:
-        leave(offloaded)
-        model.forget()
-        losses = []
-        for x in model.inputs:
-            y = x
-            for number, layer in enumerate(model.layers):
-                y = offloaded.layer(layer, y)
-                if number < OFFLOADED:
-                    manual.start_offload_layer(number)
-            losses.append(loss_of(y))
-            for number in range(OFFLOADED):
-                manual.release_activation_forward_gpu_memory(number)
-        for loss in losses:
-            for number in range(OFFLOADED):
-                manual.start_reload_layer(number)
-            loss.backward()
-        return [parameter.grad.clone() for parameter in model.own]
-
-    yield step
-
-
-@contextmanager
 def streamed(model: Model, device: torch.device) -> Iterator[Step]:
     with offload.stream_weights(model.layers, device):
         yield model.step
@@ -154,7 +125,6 @@ def by_regions(model: Model, device: torch.device) -> Iterator[Step]:
 WAYS: dict[str, Callable[[Model, torch.device], AbstractContextManager[Step]]] = {
     "context": by_context,
     "hooks": by_hooks,
-    "by hand": by_hand,
     "regions": by_regions,
     "streamed": streamed,
     "streamed and offloaded": streamed_and_offloaded,

@@ -13,7 +13,6 @@ from ranks import true_in_a_child
 from saving import FLOAT8, assert_identical, finish_copies, normal, nothing, round_trip, run
 from torch import nn
 from torch.autograd import forward_ad
-from torch.multiprocessing.reductions import StorageWeakRef
 
 import offload
 from offload import Move, Schedule
@@ -165,83 +164,34 @@ def test_views_of_one_storage_in_one_layer(changed: bool, lab: Lab, x: torch.Ten
     assert stats.offloaded_bytes == stats.reloaded_bytes == 8 * 12 * 4
 
 
-def test_views_of_one_storage_in_two_offloaded_layers(lab: Lab, x: torch.Tensor) -> None:
-    """The storage moves with the later layer, which backward needs first."""
+SHARED: dict[str, tuple[dict[int, tuple[bool, int, bool, int]], int, int, int]] = {
+    "a later layer, which backward needs first": ({0: (True, 2, False, 1), 1: (True, 3, False, 2)}, 1, 1, 0),
+    "a layer behind the release": ({0: (True, 2, False, 3), 2: (True, 4, False, 3)}, 2, 1, 0),
+    "the first layer that stays": ({0: (True, 2, False, 2)}, 1, 0, 1),
+    "a later one that stays": ({0: (True, 2, False, 2)}, 2, 1, 1),  # which does not look, as others cost nothing
+    "an offloaded layer, behind one that stays": ({1: (True, 3, False, 2)}, 1, 1, 0),
+}
+"""Moves, the layer that saves the first one's storage as well, and how often it is reloaded, and offloaded in vain."""
+
+
+@pytest.mark.parametrize(("moves", "second", "reloads", "wasted"), SHARED.values(), ids=list(SHARED))
+def test_a_storage_that_two_layers_save_is_offloaded_once(
+    moves: dict[int, tuple[bool, int, bool, int]], second: int, reloads: int, wasted: int, lab: Lab, x: torch.Tensor
+) -> None:
     base = [normal(8, 12).to(lab.device)]
     expected = base[0].clone()
-    offloaded = offloading(2, 4, lab.device)
-
-    def last() -> tuple[torch.Tensor, ...]:
-        whole = base.pop()
-        return whole[4:], whole
-
-    first, second, _, _ = run(offloaded, x, [lambda: (base[0][:4],), last, nothing, nothing])
-    assert_identical(expected[:4], first[0])
-    assert_identical(expected[4:], second[0])
-    assert_identical(expected, second[1])
-    stats = offloaded.stats
-    assert (stats.offloaded_storages, stats.offloaded_tensors) == (1, 3)
-    assert stats.offloaded_bytes == stats.reloaded_bytes == 8 * 12 * 4
-    assert stats.wasted_bytes == 0
-
-
-def test_storage_that_was_released_and_is_saved_again(lab: Lab, x: torch.Tensor) -> None:
-    """Layer 0 has been released when layer 2 saves its storage, which the program kept: one trip."""
-    base = [normal(8, 12).to(lab.device)]
-    expected = base[0].clone()
-    offloaded = offloading(3, 5, lab.device, schedule=Schedule.from_synchronization_dict({
-        0: (True, 2, False, 3),
-        2: (True, 4, False, 3),
-    }, 5))  # fmt: skip
-
-    def last() -> tuple[torch.Tensor, ...]:
-        return (base.pop()[4:],)
-
-    found = run(offloaded, x, [lambda: (base[0][:4],), nothing, last, nothing, nothing])
-    assert_identical(expected[:4], found[0][0])
-    assert_identical(expected[4:], found[2][0])
-    assert offloaded.stats.offloaded_storages == 1
-
-
-@pytest.mark.parametrize(("layer", "reloads"), [(1, 0), (2, 1)], ids=["first that stays", "a later one"])
-def test_storage_that_a_layer_on_the_device_saves_too(layer: int, reloads: int, lab: Lab, x: torch.Tensor) -> None:
-    """Only the first layer that stays looks for what it shares with offloaded layers; others cost nothing."""
-    base = [normal(8, 12).to(lab.device)]
-    expected = base[0].clone()
-    offloaded = offloading(1, 4, lab.device, schedule=Schedule.from_synchronization_dict({0: (True, 2, False, 2)}, 4))
-    saved: list[Callable[[], tuple[torch.Tensor, ...]]] = [lambda: (base[0][:4],), nothing, nothing, nothing]
-    saved[layer] = lambda: (base.pop()[4:],)
+    offloaded = offloading(1, 5, lab.device, schedule=Schedule.from_synchronization_dict(moves, 5))
+    saved: list[Callable[[], tuple[torch.Tensor, ...]]] = [lambda: (base[0][:4],), *[nothing] * 4]
+    saved[second] = lambda: (base.pop()[4:],)
     found = run(offloaded, x, saved)
     assert_identical(expected[:4], found[0][0])
-    assert_identical(expected[4:], found[layer][0])
+    assert_identical(expected[4:], found[second][0])
     stats = offloaded.stats
-    assert stats.offloaded_bytes == 8 * 12 * 4
-    assert stats.reloaded_bytes == reloads * 8 * 12 * 4
-    assert stats.wasted_bytes == 8 * 12 * 4
+    assert (stats.offloaded_storages, stats.offloaded_bytes) == (1, expected.nbytes)
+    assert (stats.reloaded_bytes, stats.wasted_bytes) == (reloads * expected.nbytes, wasted * expected.nbytes)
     lab.drain()
     lab.pool.trim()
     assert lab.pool.used_bytes == 0
-
-
-def test_storage_that_stayed_is_offloaded_with_a_later_layer(lab: Lab, x: torch.Tensor) -> None:
-    """The first layer stays on the device, but what it shares with one that does not leaves with that one."""
-    base = [normal(8, 12).to(lab.device)]
-    storage = StorageWeakRef(base[0].untyped_storage())
-    expected = base[0].clone()
-    offloaded = offloading(1, 4, lab.device, schedule=Schedule.from_synchronization_dict({1: (True, 3, False, 2)}, 4))
-    gone: list[bool] = []
-
-    def look() -> tuple[torch.Tensor, ...]:
-        lab.drain()
-        gone.append(storage.expired())
-        return ()
-
-    saved = [lambda: (base[0][:4],), lambda: (base.pop()[4:],), look, look]
-    found = run(offloaded, x, saved)
-    assert_identical(expected[:4], found[0][0])
-    assert_identical(expected[4:], found[1][0])
-    assert gone == [False, True]
-    assert offloaded.stats.offloaded_bytes == offloaded.stats.reloaded_bytes == 8 * 12 * 4
 
 
 def test_same_storage_in_two_microbatches(lab: Lab, x: torch.Tensor) -> None:

@@ -125,31 +125,6 @@ def test_the_input_goes_when_its_backward_has_run() -> None:
     assert z.grad_fn is not None
 
 
-def test_random_numbers_are_drawn_again() -> None:
-    torch.manual_seed(0)
-    layers = nn.ModuleList(GptBlock() for _ in range(2)).double()
-    x = torch.randn(2, 12, 32, dtype=torch.float64, requires_grad=True)
-    kept: list[torch.Tensor] = []
-    for layer in layers:
-        layer.mlp[3].register_forward_hook(lambda _, args, output: kept.append((output != 0) | (args[0] == 0)))
-
-    def step() -> tuple[list[torch.Tensor], torch.Tensor]:
-        kept.clear()
-        torch.manual_seed(1)
-        y = x
-        for layer in layers:
-            y = layer(y)
-        y.square().sum().backward()
-        return kept[:], torch.rand(3)
-
-    with tile_mlp(layers, 8):
-        masks, after = step()
-    forward, backward = masks[:6], masks[6:]
-    assert not all(mask.all() for mask in forward)
-    assert all(map(torch.equal, forward[3:] + forward[:3], backward))
-    assert torch.equal(after, step()[1])
-
-
 def test_sums_are_in_float32_and_the_output_may_be_changed() -> None:
     """In bfloat16, 400 tiles would lose most of what the last ones add."""
     torch.manual_seed(0)
@@ -431,12 +406,13 @@ def test_flags_may_change_and_come_back_before_backward_and_settings_are_those_o
     assert set(dtypes) == {torch.float32}
 
 
-def test_a_generator_of_the_programs_draws_the_same_again() -> None:
-    generator = torch.Generator()
+@pytest.mark.parametrize("given", [None, torch.Generator()], ids=["default", "the program's"])
+def test_random_numbers_are_drawn_again(given: torch.Generator | None) -> None:
+    generator = given or torch.default_generator
     masks: list[torch.Tensor] = []
 
     def noise(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        masks.append(torch.empty_like(x).bernoulli_(generator=generator))
+        masks.append(torch.empty_like(x).bernoulli_(generator=given))
         return x * masks[-1]
 
     layer = Layer(Composed(noise))
