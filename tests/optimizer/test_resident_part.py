@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from lab import Lab
-from models import assert_same, through
+from models import assert_same
 from torch import nn
-from training import OPTIMIZERS, SMALL, WIDTH, adamw, build, loss_of, stream, values
+from training import OPTIMIZERS, WIDTH, adamw, build, loss_of, stream, values
 
-from offload import OptimizerStats, stream_optimizer, stream_weights
+from offload import OptimizerStats
 
 STEPS = 8
 FIRST = 2 * 4 * (4 * WIDTH) * WIDTH
@@ -124,32 +124,3 @@ def test_a_state_dict_goes_into_a_run_with_another_part(saved_with: Any, loaded_
     for each in ((model, optimizer), (other, optimizer_2)):
         train(*each, range(3, 6))
     assert_same(values(model, optimizer), values(other, optimizer_2))
-
-
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_state_of_weights_that_are_on_the_host(in_backward: bool, lab: Lab) -> None:
-    """Their layers load weights, and a part of their state is on the device."""
-    lab.adverse()
-    found = []
-    for streamed in (False, True):
-        torch.manual_seed(0)
-        layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
-        if streamed:
-            stream_weights(layers, lab.device)
-        layers.to(lab.device)
-        optimizer = adamw(layers.parameters())
-        part = 2 * 4 * WIDTH * (WIDTH + 1) * 2  # of two layers
-        if streamed:
-            backward = {"in_backward": True, "consume_gradients": True} if in_backward else {}
-            handle = stream_optimizer(optimizer, chunk_bytes=SMALL, resident_bytes=part, **backward)
-        for number in range(STEPS):
-            y = through(layers, torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number)).to(lab.device))
-            y.square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append(values(layers, optimizer))
-    if in_backward or lab.device.type == "cpu":
-        assert_same(*found)
-    assert handle.stats().resident_bytes == part
-    handle.remove()
-    assert {value.device.type for entry in optimizer.state.values() for value in entry.values()} == {"cpu"}

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 from lab import Lab, LateOptimizer
-from models import Composed, Stop, assert_same, through
+from models import Stop, assert_same
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from training import (
     OPTIMIZERS,
     WIDTH,
@@ -62,40 +61,6 @@ def test_the_same_bits(name: str, consume: bool, lab: Lab) -> None:
     stats = handle.stats()
     assert stats.backward_chunks == stats.chunks > STEPS
     assert stats.steps == STEPS
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_layers_that_are_recomputed(reentrant: bool, lab: Lab) -> None:
-    """A reentrant checkpoint runs a backward inside of backward."""
-
-    def checkpointed(own: Any, x: torch.Tensor) -> torch.Tensor:
-        return through(
-            [partial(checkpoint, layer, use_reentrant=reentrant) for layer in own.layers], x.requires_grad_()
-        )
-
-    def train(streamed: bool) -> list[torch.Tensor]:
-        model = Composed(checkpointed, layers=nn.ModuleList(build(lab.device) for _ in range(3)))
-        optimizer = adamw(model.parameters())
-        if streamed:
-            stream(optimizer, in_backward=True)
-        plain_steps(model, optimizer, range(4))
-        return values(model, optimizer)
-
-    assert_same_training(train)
-
-
-def test_parameters_whose_gradients_backward_does_not_complete(lab: Lab) -> None:
-    """Those whose gradients come in other ways are stepped by ``optimizer.step()``."""
-    runs = [Training(lab.device, streamed=streamed, in_backward=True) for streamed in (False, True)]
-    for run in runs:
-        for number in range(4):
-            loss_of(run.model[:3], number).backward()
-            run.model[3].weight.grad = torch.ones_like(run.model[3].weight)
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-    assert_same(runs[0].values, runs[1].values)
-    stats = runs[1].handle.stats()
-    assert 0 < stats.backward_chunks < stats.chunks
 
 
 class _Passes(torch.autograd.Function):

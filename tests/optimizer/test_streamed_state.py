@@ -11,7 +11,7 @@ from faults import assert_interrupts_are_told
 from lab import Lab
 from models import assert_same
 from torch import nn
-from training import OPTIMIZERS, Training, adamw, assert_same_training, build, resident, stream
+from training import OPTIMIZERS, Training, adamw, build, resident, stream
 
 from offload import CaptureError, HostMemoryError, stream_optimizer
 
@@ -49,24 +49,6 @@ def _saved(what: object) -> bytes:
     file = io.BytesIO()
     torch.save(what, file)
     return file.getvalue()
-
-
-def test_state_in_float32_is_loaded_as_it_is(lab: Lab) -> None:
-    """PyTorch's own ``load_state_dict`` would round it to the parameter's dtype."""
-
-    def train(resumed: bool) -> list[torch.Tensor]:
-        run = Training(lab.device, dtype=torch.bfloat16, state_dtype=torch.float32)
-        run.steps(range(3))
-        if resumed:
-            saved = copy.deepcopy(run.optimizer.state_dict())
-            run.optimizer = adamw(run.model.parameters())
-            run.handle = stream(run.optimizer, state_dtype=torch.float32)
-            run.optimizer.load_state_dict(saved)
-        run.steps(range(3, 6))
-        assert run.optimizer.state[run.model[0].weight]["exp_avg"].dtype is torch.float32
-        return run.values
-
-    assert_same_training(train)
 
 
 def test_remove_brings_the_state_back(lab: Lab) -> None:

@@ -185,25 +185,32 @@ def test_it_begins_with_little_and_changes_to_what_fits(lab: Lab) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(STREAMED, CONSUMED), (CONSUMED, STREAMED), (STREAMED, RESIDENT), (RESIDENT, CONSUMED)],
+    [
+        (STREAMED, CONSUMED),
+        (CONSUMED, STREAMED),
+        (STREAMED, RESIDENT),
+        (RESIDENT, CONSUMED),
+        (ALL_CONSUMED, RESIDENT),
+        (ALL_CONSUMED, CONSUMED),
+        (ALL_STREAMED, ALL_CONSUMED),
+    ],
     ids=str,
 )
 def test_a_change_of_recipes_rounds_no_state(
     before: Recipe, after: Recipe, lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Moments in float32 of parameters in bfloat16, whose next step shows what they have lost."""
-
-    def to_the_other(*given: Any) -> offload.TrainingPlan:
-        made = plan_recipes(*given)
-        return replace(made, recipes=tuple(one for one in made.recipes if one.recipe == after))
-
+    """Moments in float32 of parameters in bfloat16, whose next step shows what they have lost. Pinned state remains."""
     options: dict[str, Any] = {"dtype": torch.bfloat16, "state_dtype": torch.float32}
     expected = train(lab, None, **options)[0]
+    monkeypatch.setattr(PREPARE, "RECIPES", (after, before))
     monkeypatch.setattr(PREPARE, "_first_of", chosen(before))
-    monkeypatch.setattr(PREPARE, "plan_recipes", to_the_other)
-    found, recipes = train(lab, 1 << 30, step_in_backward=True, **options)
+    monkeypatch.setattr(PREPARE.TrainingPlan, "chosen", property(lambda plan: plan.recipes[0]))
+    pinned: list[int] = []
+    options |= {"step_in_backward": True, "after_step": lambda: pinned.append(lab.pool.pinned_bytes)}
+    found, recipes = train(lab, 1 << 30, **options)
     assert (recipes[0], recipes[-1]) == (before, after)
     assert_same(expected, found)
+    assert before == RESIDENT or pinned[-1] <= pinned[0] + weight_bytes()  # the state has twice as many
 
 
 def test_a_change_of_recipes_needs_no_memory_for_the_state(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,21 +275,6 @@ def test_what_the_parts_hold_is_what_the_table_says(lab: Lab, monkeypatch: pytes
         pinned = weights.weight_bytes + weights.gradient_host_bytes + weights.staging_bytes + state.host_bytes
         assert planned.host_bytes <= pinned <= planned.host_bytes + gaps
         assert outside + weights.slot_bytes + state.slot_bytes <= planned.device_bytes + gaps
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("last", [RESIDENT, CONSUMED, ALL_CONSUMED])
-def test_from_weights_on_the_host_to_less_on_the_host(last: Recipe, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The state that is pinned already remains where it is."""
-    first = ALL_STREAMED if last is ALL_CONSUMED else ALL_CONSUMED
-    monkeypatch.setattr(PREPARE, "RECIPES", (last, first))
-    monkeypatch.setattr(PREPARE, "_first_of", chosen(first))
-    monkeypatch.setattr(PREPARE.TrainingPlan, "chosen", property(lambda plan: plan.recipes[0]))
-    pinned: list[int] = []
-    found, recipes = train(lab, 1 << 30, step_in_backward=True, after_step=lambda: pinned.append(lab.pool.pinned_bytes))
-    assert_same(train(lab, None)[0], found)
-    assert (recipes[0], recipes[-1]) == (first, last)
-    assert pinned[-1] <= pinned[0] + weight_bytes()  # the state has twice as many
 
 
 @pytest.mark.slow

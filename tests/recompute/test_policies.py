@@ -358,29 +358,6 @@ def test_streamed_weights(lab: Lab) -> None:
             assert_same(expected, [tensor.cpu() for tensor in step_gradients(layers, x)])
 
 
-def test_a_forward_that_fails_teaches_nothing(lab: Lab) -> None:
-    broken = [True]
-
-    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        y = (x @ w).tanh()
-        if broken[0]:
-            raise ValueError("broken")
-        return y.exp() * x
-
-    layers, x = functions(function, lab)
-    with offloaded(layers, lab) as handle:
-        for _ in range(2):
-            with pytest.raises(ValueError, match="broken"):
-                layers[0](x)
-        broken[0] = False
-        expected = step_gradients(functions(function, lab)[0], x)
-        for _ in range(2):
-            assert_same(expected, step_gradients(layers, x))
-        assert list(handle.regions(0)) == ["mm", "tanh", "exp", "mul"]
-        assert handle.regions(0)["exp"] == "recompute"
-    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-
-
 @pytest.mark.parametrize(
     ("policies", "error", "words"),
     [
