@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -30,7 +30,10 @@ CLONED_BYTES = 1 << 20
 SPARE_BYTES = 1 << 16
 """Those up to this size are cloned, too, that forward may write into if it goes another way."""
 
-Snapshot = list[dict[str, Any]]
+StateKey = tuple[int, str]
+"""Where a module holds a value: the number of the dictionary, and the key."""
+
+Snapshot = dict[StateKey, Any]
 
 
 _cuda: Any = torch.backends.cuda
@@ -83,8 +86,11 @@ class Settings(NamedTuple):
     def again(self) -> Iterator[None]:
         """The same settings once more."""
         now = Settings.now(torch.device(self.autocast[-1][0]))
+        if self == now:
+            yield
+            return
         with ExitStack() as stack:
-            for kind, enabled, dtype in self.autocast if self != now else ():
+            for kind, enabled, dtype in self.autocast:
                 if enabled or torch.is_autocast_enabled(kind):
                     stack.enter_context(torch.autocast(kind, dtype, enabled, self.cached))
             if self.device is not None:
@@ -146,67 +152,76 @@ class LayerState:
             self._dicts += (attributes, *rest) if gathered else (attributes, parameters, *rest)
             self._names += [name] * (len(self._dicts) - len(self._names))
         self._parameters: list[torch.Tensor] = [] if gathered else list(layer.parameters())
-        self._counts: dict[tuple[int, str], int] = {}
+        self._known: tuple[list[int], list[StateKey]] = [], []
+        """The sizes of the dictionaries, and what was in them then."""
+        self._counts: dict[StateKey, int] = {}
         """How often each tensor was changed in place when :meth:`begin_learning` was called."""
-        self._cloned: list[tuple[int, str]] = []
+        self._cloned: list[StateKey] = []
         """Buffers that forward writes into, and small ones that it may write into if it goes another way."""
-        self._forgotten: list[tuple[int, str]] = []
+        self._forgotten: list[StateKey] = []
         """Attributes with a graph that forward replaces and does not read."""
-        self._read: list[tuple[int, str]] = []
+        self._read: list[StateKey] = []
         """Attributes and buffers that must be the same in backward: forward does not write into them."""
 
+    def _now(self) -> Snapshot:
+        """The state as it is now. Most of what a module's own dictionary holds is every module's, and is passed by."""
+        dicts = self._dicts
+        sizes = [*map(len, dicts)]
+        with suppress(KeyError):  # a key has gone, and another one has come
+            if sizes == self._known[0]:
+                return {place: dicts[place[0]][place[1]] for place in self._known[1]}
+        places = [(index, key) for index, part in enumerate(dicts) for key in part if key not in _OWN]
+        self._known = sizes, places
+        return {(index, key): dicts[index][key] for index, key in places}
+
     def begin_learning(self) -> None:
-        for index, part in enumerate(self._dicts):
-            for key, value in part.items():
-                if isinstance(value, torch.Tensor) and not value.is_inference():
-                    self._counts[index, key] = value._version
+        for place, value in self._now().items():
+            if isinstance(value, torch.Tensor) and not value.is_inference():
+                self._counts[place] = value._version
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        yield from self._parameters
-        for part in self._dicts:
-            for value in part.values():
-                yield from tensors_in(value)
+        """All that is there, but for parameters that are gathered."""
+        for value in self._now().values():
+            yield from tensors_in(value)
 
     def readings(self, snapshot: Snapshot, constants: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors that forward reads: parameters, ``constants``, and what a snapshot holds."""
         read = [*self._parameters, *constants]
-        for index, key in self._read:
-            read += [tensor for tensor in tensors_in(snapshot[index].get(key)) if not tensor.is_inference()]
+        for place in self._read:
+            read += [tensor for tensor in tensors_in(snapshot.get(place)) if not tensor.is_inference()]
         return read
 
     def snapshot(self) -> Snapshot:
         """The state as it is now, with clones of what forward writes into."""
-        found = [part.copy() if part else {} for part in self._dicts]  # most modules have no buffers and no submodules
-        for index, key in self._cloned:
-            if key in found[index]:
-                found[index][key] = found[index][key].detach().clone()
-        for index, key in self._forgotten:
-            found[index].pop(key, None)
+        found = self._now()
+        for place in self._cloned:
+            if place in found:
+                found[place] = found[place].detach().clone()
+        for place in self._forgotten:
+            found.pop(place, None)
         return found
 
     @contextmanager
     def as_in(self, snapshot: Snapshot) -> Iterator[None]:
         """The state of a snapshot; afterwards everything is as it is now."""
-        present, wanted = [part.copy() for part in self._dicts], list(snapshot)
-        for index, key in self._cloned:
-            if key in wanted[index]:  # the run writes into it, and there may be another run
-                wanted[index] = {**wanted[index], key: wanted[index][key].clone()}
-        self._set(wanted, keep=self._forgotten)
+        present, wanted = self._now(), snapshot
+        if self._cloned:  # the run writes into them, and there may be another run
+            wanted = {**wanted, **{place: wanted[place].clone() for place in self._cloned if place in wanted}}
+        self._set(present, wanted, keep=self._forgotten)
         try:
             yield
         finally:
-            self._set(present, keep=())
+            self._set(self._now(), present)
 
-    def _set(self, wanted: Snapshot, keep: Iterable[tuple[int, str]]) -> None:
-        kept = set(keep)
-        for index, (part, values) in enumerate(zip(self._dicts, wanted, strict=True)):
-            if _same_objects(part, values):
-                continue
-            for key in [key for key in part if key not in values and (index, key) not in kept]:
-                del part[key]
-            for key, value in values.items():
-                if key not in part or part[key] is not value:
-                    part[key] = value
+    def _set(self, now: Snapshot, wanted: Snapshot, keep: Iterable[StateKey] = ()) -> None:
+        # By identity, as two tensors of one element may be equal, and have other graphs.
+        if list(now) == list(wanted) and all(map(is_, now.values(), wanted.values())):
+            return
+        for index, key in now.keys() - wanted.keys() - {*keep}:
+            del self._dicts[index][key]
+        for (index, key), value in wanted.items():
+            if now.get((index, key), self) is not value:
+                self._dicts[index][key] = value
 
     def learn(
         self,
@@ -225,45 +240,41 @@ class LayerState:
             may_change: Whether the operations depend on data: another forward may write into what this one reads.
         """
         self._cloned, self._forgotten, self._read = [], [], []
-        for index, (part, values) in enumerate(zip(self._dicts, before, strict=True)):
-            for key, value in values.items():
-                name = f"{self._names[index]}.{key}".removeprefix(".")
-                address = _address(value)
-                # Batch norm does not count as a change of its statistics; compiled code is seen by its changes alone.
-                if isinstance(value, torch.Tensor) and (address in clones or self._written(index, key, value)):
-                    if isinstance(value, nn.Parameter) or address not in clones:
-                        return f"forward writes into {name}"
-                    self._cloned.append((index, key))
-                    values[key] = clones[address]
-                elif part.get(key, self) is not value and isinstance(value, torch.Tensor) and value.grad_fn is not None:
-                    if was_read(value):
-                        return f"forward reads and replaces {name}"
-                    self._forgotten.append((index, key))
-                elif key not in _OWN and not isinstance(value, nn.Parameter):
-                    read = any(map(was_read, tensors_in(value)))
-                    if _is_small(value) and (may_change or not read):
-                        self._cloned.append((index, key))
-                    elif read or isinstance(value, torch.Tensor):  # what is not read, another way may write into
-                        self._read.append((index, key))
+        now = self._now()
+        for place, value in before.items():
+            index, key = place
+            name = f"{self._names[index]}.{key}".removeprefix(".")
+            address = _address(value)
+            # Batch norm does not count as a change of its statistics; compiled code is seen by its changes alone.
+            if isinstance(value, torch.Tensor) and (address in clones or self._written(place, value)):
+                if isinstance(value, nn.Parameter) or address not in clones:
+                    return f"forward writes into {name}"
+                self._cloned.append(place)
+                before[place] = clones[address]
+            elif now.get(place, self) is not value and isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                if was_read(value):
+                    return f"forward reads and replaces {name}"
+                self._forgotten.append(place)
+            elif not isinstance(value, nn.Parameter):
+                read = any(map(was_read, tensors_in(value)))
+                if _is_small(value) and (may_change or not read):
+                    self._cloned.append(place)
+                elif read or isinstance(value, torch.Tensor):  # what is not read, another way may write into
+                    self._read.append(place)
         return None
 
-    def _written(self, index: int, key: str, value: torch.Tensor) -> bool:
-        known = self._counts.get((index, key))
+    def _written(self, place: StateKey, value: torch.Tensor) -> bool:
+        known = self._counts.get(place)
         return known is not None and known != value._version
 
     def contents(self) -> list[Any]:
         """What is in lists, dictionaries and sets among the attributes, to see whether forward changes it."""
-        return [
-            contents_of(value, 1)
-            for part in self._dicts
-            for key, value in part.items()
-            if key not in _OWN and type(value) in (list, dict, set, deque)
-        ]
+        held = self._now().values()
+        return [contents_of(value, 1) for value in held if type(value) in (list, dict, set, deque)]
 
 
-def _same_objects(part: dict[str, Any], values: dict[str, Any]) -> bool:
-    """Identity, as two tensors of one element may be equal, and have other graphs."""
-    return list(part) == list(values) and all(map(is_, part.values(), values.values()))
+_OWN = vars(nn.Module()).keys() - {"training"}
+"""What every module has, and forward does not change."""
 
 
 def _is_small(value: Any) -> bool:
@@ -275,10 +286,6 @@ def _is_small(value: Any) -> bool:
 def _address(value: Any) -> int:
     plain = isinstance(value, torch.Tensor) and plain_memory(value) is not None
     return address_of(value.untyped_storage()) if plain else 0
-
-
-_OWN = set(vars(nn.Module()))
-"""What every module has."""
 
 
 def contents_of(value: Any, depth: int = 8) -> Any:
