@@ -91,12 +91,12 @@ class Backend:
 
     def to_host(self, stream: Stream, pieces: Sequence[torch.Tensor], memory: torch.UntypedStorage) -> None:
         """Queue the copy of device ``memory`` into host memory, uint8 ``pieces`` in order."""
-        for piece, source in zip(pieces, whole(memory).split([len(piece) for piece in pieces]), strict=True):
+        for piece, source in zip(pieces, _in_pieces(memory, pieces), strict=True):
             self.copy(stream, piece, source)
 
     def to_device(self, stream: Stream, memory: torch.UntypedStorage, pieces: Sequence[torch.Tensor]) -> None:
         """Queue the copy of host memory, uint8 ``pieces`` in order, into device ``memory``."""
-        for piece, target in zip(pieces, whole(memory).split([len(piece) for piece in pieces]), strict=True):
+        for piece, target in zip(pieces, _in_pieces(memory, pieces), strict=True):
             self.copy(stream, target, piece)
 
     def page_lock(self, address: int, nbytes: int) -> None:
@@ -164,3 +164,9 @@ class Backend:
         """Called when the library gives up ``flat``; poisons it if nobody else holds its storage."""
         if self.poison and owners_of(flat.untyped_storage()) == 1:
             whole(flat.untyped_storage()).fill_(0xFF)
+
+
+def _in_pieces(memory: torch.UntypedStorage, pieces: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Device memory in pieces of the same lengths: most buffers have one, and to split takes longer than to copy."""
+    flat = whole(memory)
+    return [flat] if len(pieces) == 1 else flat.split([len(piece) for piece in pieces])
