@@ -184,7 +184,7 @@ class RegionSet(ActivationSet):
         # Autograd holds the pack hook as long as anything that it has packed: nothing may be left in a variable here.
         made: list[SavedHandle] = []
         tensor = yield None
-        for node, shape, stride, dtype, policy in way.expected[: way.limit]:
+        for number, (node, shape, stride, dtype, policy) in enumerate(way.expected[: way.limit]):
             now = next_node()
             if known.operation and now != known.node:
                 self._end_operation()
@@ -195,7 +195,6 @@ class RegionSet(ActivationSet):
                 or (stride is not None and tensor.stride() != stride and not same_layout(tensor, shape, stride, sized))
             ):
                 break
-            number = self._number
             self._number = number + 1
             if policy is RECOMPUTE and frame is not None:
                 if sized:

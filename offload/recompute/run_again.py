@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -183,13 +183,14 @@ class Frame:
 
     def _check_unchanged(self) -> None:
         """Raise as autograd does if what forward has read was changed in place; and if compiled code would not run."""
-        if self.compiled not in (None, compiles()):
+        if self.compiled is not None and self.compiled != compiles():
             raise RuntimeError(
                 f"{self.name} cannot be recomputed: PyTorch runs no compiled code under a dispatch mode, as a "
                 "memory meter on the CPU is one, which surrounds forward alone, or backward alone. Let the mode "
                 "surround both, or neither."
             )
-        for tensor, version in zip(self.readings, self.versions, strict=True):
+        now = [tensor._version for tensor in self.readings]
+        for tensor, version in zip(self.readings, self.versions, strict=True) if now != self.versions else ():
             if tensor._version != version:
                 what = "parameter" if isinstance(tensor, nn.Parameter) else "tensor"
                 shape = f" of shape {list(tensor.shape)}" if tensor.numel() else ""
@@ -225,12 +226,13 @@ class Frame:
             drawn_again(self.random),
             self.state.as_in(self.before),
             mode or nullcontext(),
-            suppress(AllThereError),
         ):
             try:  # an interrupt may come before the next line
                 push_hooks(check.pack, lambda tensor: tensor)
                 check.first_node = next_node()
                 call(*args, **kwargs)
+            except AllThereError:
+                pass
             finally:
                 pop_hooks(check.pack)
         check.end()
@@ -306,7 +308,8 @@ class HandOver(LayerMode):
         replay = frame.replay
         self._frame = frame
         self._storages = storages
-        self._steps, self._results, self._may_change = replay.steps, replay.results, replay.may_change
+        self._calls, self._steps, self._results = replay.calls, replay.steps, replay.results
+        self._may_change = replay.may_change
         self._suppliers, self._sized = replay.suppliers, replay.sized
         self._time = 0
         self._empty: dict[int, torch.Tensor] = {}
@@ -314,17 +317,13 @@ class HandOver(LayerMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         time = self._time
-        if (
-            time >= len(self._steps)
-            or (step := self._steps[time]).operation.function is not function
-            or (function is CAST and not is_counted(function, args))
-        ):
+        learned, call = self._calls[time]
+        if function is not learned or (function is CAST and not is_counted(function, args)):
             return self._run_other(function, args, kwargs or {})
         self._time = time + 1
-        if time not in self._results:
-            call = step.operation.call
+        if call is not None:
             return call(*args, **kwargs) if kwargs else call(*args)
-        outputs = self._results[time]
+        step, outputs = self._steps[time], self._results[time]
         if outputs is None:
             numbers = [None if one.storage is None else self._suppliers.get(one.storage) for one in step.outputs]
             kept = [self._frame.kept[one]() if one in self._frame.replay.whole else None for one in numbers]
@@ -332,15 +331,15 @@ class HandOver(LayerMode):
             if outputs is None:
                 self._frame.replay.unsized.append(time)
                 raise AnotherWayError
-        results = [self._made(output, args) for output in outputs]
-        return results[0] if step.container is None else step.container(results)
+        if step.container is None:
+            return self._made(outputs[0], args)
+        return step.container([self._made(output, args) for output in outputs])
 
     def _run_other(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """An operation that is not in the order of the plan: it does not count, or comes where the way may change."""
-        time = self._time
         if is_counted(function, args):
-            self._time = time + 1
-            if time < len(self._steps) or not self._may_change:
+            if self._time < len(self._steps) or not self._may_change:
+                self._time, self._may_change = len(self._steps), False  # also if the layer catches the error
                 raise AnotherWayError
             given = tensors_of([*args, *kwargs.values()])
             if any(address_of(tensor.untyped_storage()) in self._empty for tensor in given):
@@ -348,19 +347,20 @@ class HandOver(LayerMode):
         return function(*args, **kwargs)
 
     def _made(self, output: StepResult, args: Any) -> Any:
-        if output.argument is not None:
-            return args[output.argument]
-        if output.storage is None or output.geometry is None:
-            return output.value
-        number = self._suppliers.get(output.storage)
+        storage, geometry, device, argument, value = output
+        if argument is not None:
+            return args[argument]
+        if storage is None or geometry is None:
+            return value
+        number = self._suppliers.get(storage)
         if number is not None:
             kept = self._frame.kept[number]()
             memory = kept.untyped_storage()
-            if self._sized and math.prod(output.geometry[2]) * output.geometry[0].itemsize > memory.nbytes():
+            if self._sized and math.prod(geometry[2]) * geometry[0].itemsize > memory.nbytes():
                 raise AnotherWayError
             self._storages[number] = address_of(memory)
-            return kept.detach() if geometry_of(kept) == output.geometry else look_into(memory, output.geometry)
-        made = _unfilled(output.geometry, output.device)
+            return kept.detach() if geometry_of(kept) == geometry else look_into(memory, geometry)
+        made = _unfilled(geometry, device)
         if self._may_change:
             self._empty[address_of(made.untyped_storage())] = made
         return made
@@ -368,7 +368,7 @@ class HandOver(LayerMode):
 
 def _unfilled(geometry: Geometry, device: torch.device | None) -> torch.Tensor:
     """Memory in place of a result that no executed operation reads."""
-    dtype, start, size, stride, *_ = geometry
+    dtype, start, size, stride, _, _ = geometry
     if not start:
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
     last = sum((length - 1) * step for length, step in zip(size, stride, strict=True)) if all(size) else 0
