@@ -316,7 +316,7 @@ def compiles() -> bool:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module's forward is compiled: by ``module.compile()``, ``torch.compile(module)``, or in place."""
-    return any((getattr(module, COMPILED_CALL), ORIGINAL in module._modules, hasattr(module.forward, "is_compiled")))
+    return bool(getattr(module, COMPILED_CALL)) or ORIGINAL in module._modules or hasattr(module.forward, "is_compiled")
 
 
 def compiler_of(module: nn.Module) -> Callable[..., Any] | None:

@@ -216,7 +216,7 @@ class Frame:
         backward = in_backward()
         # In forward, FSDP's hooks around the layer are at work already; in backward they know of a second run.
         call: Callable[..., Any] = self.layer
-        if is_sharded(self.layer) and not backward:
+        if not backward and is_sharded(self.layer):
             compiler = compiler_of(self.layer)
             call = self.layer.forward if compiler is None else compiler(self.layer.forward)
         with (
