@@ -7,7 +7,6 @@ the end of the step after that, the recipe with the shortest predicted step is p
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -41,6 +40,7 @@ from offload.planning.recipes import (
     RecipePlan,
     TrainingBytes,
     TrainingPlan,
+    only_reachable,
     plan_recipes,
     without_activations,
 )
@@ -76,6 +76,7 @@ class PreparedTraining(Handle):
         self._activations: FollowPlan | None = None
         self._removed = False
         self._prediction: Prediction | None = None  # of steps, once there is a profile
+        self._planned_for: Profile | None = None  # what layers cost by which the recipes were planned
         self._decides_again = self._deciding = False
         self._link_left: Link | None = None  # for activations, beside the copies of the chosen recipe
         self._tokens = 0  # of the largest microbatch so far
@@ -99,8 +100,11 @@ class PreparedTraining(Handle):
     @property
     def plan(self) -> TrainingPlan:
         """Every recipe: predicted seconds and memory of a step by the plan that is followed, or why it does not fit."""
+        followed = self._activations
         if self._prediction is None:
             return self._plan
+        if followed is not None and followed.profile is not None and followed.profile != self._planned_for:
+            self._plan_recipes(self._prediction, followed, followed.profile)  # for longer inputs, which have come since
         return replace(self._plan, recipes=tuple(map(self._followed, self._plan.recipes)), in_place=self.recipe)
 
     def _followed(self, one: RecipePlan) -> RecipePlan:
@@ -266,6 +270,20 @@ class PreparedTraining(Handle):
         finally:
             self._deciding = self._decides_again = False
 
+    def _plan_recipes(self, prediction: Prediction, activations: FollowPlan, profile: Profile) -> None:
+        """Plan every recipe for layers that cost this."""
+        made = plan_recipes(
+            prediction,
+            self._usable_bytes,
+            self._plan.max_host_bytes,
+            lambda device, host, left: make_plan(profile, device, left, max_host_bytes=host),
+            activations.missing_bytes,
+            [one.recipe for one in self._plan.recipes],
+        )
+        made = only_reachable(made, self._training, self.recipe, self.resident_bytes)
+        self._plan = replace(made, memory_budget=self._plan.memory_budget, in_pieces=self._plan.in_pieces)
+        self._planned_for = profile
+
     def _decide(self, activations: FollowPlan, profile: Profile, *, again: bool) -> None:
         """Put the fastest recipe in place for layers that cost this."""
         link = activations.link
@@ -274,16 +292,7 @@ class PreparedTraining(Handle):
         )
         arithmetic_s = element_s * self._training.trained_elements
         self._prediction = Prediction(self._training, link, self.recipe, self.resident_bytes, arithmetic_s)
-        made = plan_recipes(
-            self._prediction,
-            self._usable_bytes,
-            self._plan.max_host_bytes,
-            lambda device, host, left: make_plan(profile, device, left, max_host_bytes=host),
-            activations.missing_bytes,
-            [one.recipe for one in self._plan.recipes],
-        )
-        made = replace(made, memory_budget=self._plan.memory_budget, in_pieces=self._plan.in_pieces)
-        self._plan = self._only_reachable(made)
+        self._plan_recipes(self._prediction, activations, profile)
         if not self._plan.fits:
             if self._pieces.left:  # the layers are measured again, with something in pieces
                 self._pieces.due, self._prediction = True, None
@@ -304,23 +313,6 @@ class PreparedTraining(Handle):
             activations.plan_again()
         else:  # the layers are measured again
             self._prediction = replace(self._prediction, measured=chosen.recipe, resident_bytes=chosen.resident_bytes)
-
-    def _only_reachable(self, plan: TrainingPlan) -> TrainingPlan:
-        """Without recipes that a change to them would need too much memory for."""
-        # Weights move first, and state last: meanwhile the device has the more of the state, or the host.
-        training, most = self._training, plan.max_host_bytes
-
-        def reached(one: RecipePlan) -> RecipePlan:
-            if one.reason or one.recipe.weights == self.recipe.weights:
-                return one
-            state = sorted((one.resident_bytes, self.resident_bytes))
-            device = training.held_bytes(one.recipe, state[1]) + training.gradient_bytes(one.recipe)
-            host = training.host_bytes(one.recipe, state[0])
-            if device <= self._usable_bytes and (most is None or host <= most):
-                return one
-            return replace(one, reason="a change to it, between two steps, needs more memory", step_s=math.inf)
-
-        return replace(plan, recipes=tuple(map(reached, plan.recipes)))
 
 
 def prepare(

@@ -371,8 +371,8 @@ def plan_recipes(
                 found += within(least, most, left)
         except ValueError as error:  # nor in less
             if not found:
-                why = str(error).partition(", got")[0]
-                return replace(least, step_s=math.inf, reason=f"activations do not fit: {why}")
+                why = str(error).partition(", got")[0].removeprefix("memory_budget must be")
+                return replace(least, step_s=math.inf, reason=f"activations do not fit: they need{why}")
         return min(found, key=_seconds)
 
     def within(least: RecipePlan, most: int, left: int) -> list[RecipePlan]:
@@ -399,6 +399,24 @@ def plan_recipes(
 
     every = without_activations(training, memory_budget, max_host_bytes, recipes).recipes
     return TrainingPlan(tuple(map(best, every)), memory_budget, max_host_bytes)
+
+
+def only_reachable(plan: TrainingPlan, training: TrainingBytes, now: Recipe, resident: int) -> TrainingPlan:
+    """Without recipes that a change to them, from the one in place ``now``, would need too much memory for."""
+    # Weights move first, and state last: meanwhile the device has the more of the state, or the host.
+    most = plan.max_host_bytes
+
+    def reached(one: RecipePlan) -> RecipePlan:
+        if one.reason or one.recipe.weights == now.weights:
+            return one
+        state = sorted((one.resident_bytes, resident))
+        device = training.held_bytes(one.recipe, state[1]) + training.gradient_bytes(one.recipe)
+        host = training.host_bytes(one.recipe, state[0])
+        if device <= plan.memory_budget and (most is None or host <= most):
+            return one
+        return replace(one, reason="a change to it, between two steps, needs more memory", step_s=math.inf)
+
+    return replace(plan, recipes=tuple(map(reached, plan.recipes)))
 
 
 _seconds = attrgetter("step_s")

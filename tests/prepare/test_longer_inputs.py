@@ -65,3 +65,17 @@ def test_one_long_microbatch_that_breaks_the_budget_is_said() -> None:
         found, most, _ = train(budget, lengths)
     assert_same(expected, found)
     assert max(most[:4] + most[5:]) <= budget < most[4]
+
+
+def test_the_table_is_for_the_longest_inputs_so_far() -> None:
+    """The recipe in place fits them as well: the rows of others are planned again when somebody looks."""
+    model = Model()
+    optimizer = adamw(model)
+    with offload.prepare(model, optimizer, "1GiB", device="cpu", min_bytes=0) as prepared:
+        peaks = []
+        for length in (8, 8, 8, 8, 200, 200, 200):
+            model(torch.ones(1, length, dtype=torch.long)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            peaks.append([one.device_bytes for one in prepared.plan.recipes])
+    assert all(after > before for after, before in zip(peaks[-1], peaks[3], strict=True))
