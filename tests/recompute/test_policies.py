@@ -12,7 +12,6 @@ from models import BLOCKS, WIDTH, Seen, assert_same, build, gradients, leaves_of
 from torch import nn
 
 import offload
-from offload.activations.copies import Transfers
 from offload.recompute.operations import OPAQUE, known_operation
 
 LAYERS = 4
@@ -258,35 +257,6 @@ def test_second_derivative(lab: Lab) -> None:
 
     lab.adverse()
     assert_bits(second, layers, lab)
-
-
-def test_what_a_layer_was_given_travels_first(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Backward asks for it last. At the end of forward, the release would wait for its copy, and it came back first."""
-    copies: dict[str, list[int]] = {"to_host": [], "to_device": []}
-
-    def counted(name: str) -> Callable[..., object]:
-        copy = getattr(Transfers, name)
-
-        def run(transfers: Transfers, memory: torch.UntypedStorage, *args: object) -> object:
-            copies[name].append(memory.nbytes())
-            return copy(transfers, memory, *args)
-
-        return run
-
-    def wide(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        y = (x * 2).sin()  # autograd saves x * 2, which is computed again from x
-        return x + torch.cat([y, y], -1).tanh()[..., :WIDTH] * w.sum()
-
-    for name in copies:
-        monkeypatch.setattr(Transfers, name, counted(name))
-    layers, x = functions(wide, lab)
-    with offloaded(layers, lab, {"tanh": "offload", "*": "recompute"}, num_layers=2):  # the first one is given a leaf
-        for _ in range(2):
-            for found in copies.values():
-                found.clear()
-            step_gradients(layers, x)
-    given, made = x.nbytes, 2 * x.nbytes
-    assert copies == {"to_host": [made, given, made], "to_device": [made, given, made]}
 
 
 def test_inference_tensors(lab: Lab) -> None:

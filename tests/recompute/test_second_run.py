@@ -1616,39 +1616,6 @@ def test_two_threads_that_ask_for_tensors_of_one_layer_run_it_once(lab: Lab) -> 
         torch.testing.assert_close(one, other)  # two threads add to one gradient in any order
 
 
-def test_backward_frees_what_is_kept_behind_the_last_dropped_tensor(lab: Lab) -> None:
-    """The second run ends before, and needs none of it; nor is it held as what was saved last."""
-    made: list[StorageWeakRef] = []
-    freed: list[bool] = []
-
-    def forward(own: Any, x: torch.Tensor) -> torch.Tensor:
-        if torch._C._current_graph_task_id() != -1:
-            freed.extend(one.expired() for one in made)
-            made.clear()
-        hidden = own.up(x.relu()).sin().exp()
-        made.append(StorageWeakRef(hidden.untyped_storage()))
-        return own.down(hidden)
-
-    def layer() -> nn.Module:
-        return Composed(forward, up=nn.Linear(WIDTH, 16 * WIDTH), down=nn.Linear(16 * WIDTH, WIDTH, bias=False))
-
-    layers, x = build(layer, 1, lab.device)
-    x = x.detach().repeat(64, *[1] * (x.ndim - 1)).requires_grad_()
-    peaks = {}
-    for policy in ("keep", "recompute"):
-        with offloaded(layers, lab, {"relu": policy, "*": "keep"}, 0) as handle:
-            step(layers, x)
-            step(layers, x)
-            made.clear()
-            freed.clear()
-            with offload.memory_meter(lab.device) as meter:
-                step(layers, x)
-            assert handle.regions(0)["relu"] == policy
-        peaks[policy] = meter.peak_bytes
-    assert freed == [True]
-    assert peaks["recompute"] <= peaks["keep"]
-
-
 def test_what_was_recomputed_is_freed_once_its_operation_has_read_it(lab: Lab) -> None:
     """Before gradients are summed over what was broadcast, which needs memory. A user's function may read twice."""
     made: dict[int, StorageWeakRef] = {}
