@@ -635,6 +635,29 @@ def test_a_capture_has_to_wait_for_the_plan(lab: Lab, monkeypatch: pytest.Monkey
         assert handle.plan is plan
 
 
+@pytest.mark.slow
+def test_a_plan_that_breaks_its_budget_for_good_is_said_once(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    expected = step_gradients(layers, x)
+    budget = 2 * saved_bytes(layers, x, lab)
+    with budgeted(layers, lab, budget) as handle:
+        for _ in range(3):
+            step_gradients(layers, x)
+        peaks = Peaks(monkeypatch)
+        peaks.are_those_of(handle, lab)
+        step_gradients(layers, x)
+        peaks.peak_bytes = 10 * budget  # in this step: so much is needed outside of the layers
+        step_gradients(layers, x)
+        for _ in range(2):  # as in the measured steps, which kept to the budget
+            assert_same(expected, step_gradients(layers, x))
+            assert handle.plan.recompute_s > 0
+        with pytest.warns(UserWarning, match="was not met although everything is recomputed"):
+            assert_same(expected, step_gradients(layers, x))
+        for _ in range(2):
+            assert_same(expected, step_gradients(layers, x))
+        assert handle.state == "following"
+
+
 @pytest.mark.parametrize("accumulated", [1, 4])
 def test_auto_counts_the_state_that_the_first_step_makes(accumulated: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With accumulation the first plan is older than the state."""
