@@ -13,8 +13,10 @@ from offload.activations.module_hooks import HookedLayers, OffloadListener
 from offload.activations.stats import OffloadStats
 from offload.base.checks import check_int, parse_budget
 from offload.base.layer_events import Handle, check_layers, compute_device
+from offload.base.torch_private import is_compiled
 from offload.measuring.follow_compiled import follow_plan
 from offload.measuring.follow_plan import FollowPlan
+from offload.measuring.watch_plan import WatchedPlan
 from offload.planning.plan import Plan
 from offload.recompute.layer_policies import LayerPolicies
 from offload.recompute.policies import Policy, parse_policies
@@ -102,8 +104,8 @@ def offload_layers(
             the last of fewer than 5.
         schedule: A schedule of your own over ``len(layers)`` layers, on one device, in place of the default one.
         plan: The result of :func:`offload.plan`, with its policies of regions where it has some, or anything else
-            with a ``schedule``; in place of ``num_layers``. It is followed as it is: ``memory_budget`` alone measures
-            what a step needs, and corrects its plan.
+            with a ``schedule``; in place of ``num_layers``. It is followed as it is. On the CPU, a warning says if it
+            breaks its budget; ``memory_budget`` alone measures what a step needs, and corrects its plan.
         min_bytes: Storages smaller than this are kept on the device; bytes, or a text such as ``"1MiB"``.
         device: The device whose activations are offloaded; by default the one that the layers' parameters are on, or
             where they compute if their weights are streamed. Call ``offload_layers`` once for the layers of each
@@ -154,6 +156,9 @@ def offload_layers(
         patterns = parse_policies(policies)
         regions = [LayerPolicies(patterns, layer) for layer in modules]
     context = OffloadContext(schedule, len(modules), policies=regions, **given)
+    # Hooks inside of a compiled call cannot count memory: they must not change the dispatch modes.
+    if isinstance(plan, Plan) and context.backend.device.type == "cpu" and not is_compiled(modules[0]):
+        return OffloadedLayers(WatchedPlan(modules, context, plan), plan)
     return OffloadedLayers(HookedLayers(modules, context), plan if isinstance(plan, Plan) else None)
 
 

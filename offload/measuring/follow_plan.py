@@ -23,14 +23,13 @@ from offload.activations.context import OffloadContext
 from offload.activations.module_hooks import HookedLayers
 from offload.base.checks import format_bytes, format_s, parse_bytes, warn_caller
 from offload.base.layer_events import Attachment, LayerCall
-from offload.base.tensors import plain_memory, tensors_in
-from offload.base.torch_private import address_of
+from offload.base.tensors import tensors_in
 from offload.device.backend import Event
 from offload.device.cuda import CaptureError
 from offload.measuring.compare_plans import ComparePlans
-from offload.measuring.layer_times import ForwardBegins, LayerTimes
+from offload.measuring.layer_times import ForwardBegins, LayerTimes, count_inputs
 from offload.measuring.measure_link import measure_link
-from offload.measuring.memory_left import DeviceLeft, GivenMemory, MemoryLeft, allocated_bytes
+from offload.measuring.memory_left import TOLERANCE, DeviceLeft, GivenMemory, MemoryLeft, allocated_bytes
 from offload.measuring.profile_layers import (
     hold_some,
     learned_profile,
@@ -56,9 +55,6 @@ that is used."""
 SLACK = 0.005
 """By what part of the budget a plan of checkpoints may be predicted above it: they run as the measured steps do, and
 what is predicted is up to so much too high. If that is not so, the plan is made again."""
-
-TOLERANCE = 0.02
-"""By what part of the budget a peak may be above it without a warning."""
 
 CORRECTIONS = 3
 """How often a plan is made again because its peak broke the budget."""
@@ -258,11 +254,7 @@ class FollowPlan(HookedLayers):
         else:
             self._peak.stop()
         self._times.forwards, self._ran_all, self._unproven = 0, False, self._count_unproven()
-        # What the step has allocated for the first layer, as an embedding's output, counts: leaves outlive a step.
-        device = self._backend.device
-        made = (one for one in inputs if one.device == device and not (one.is_leaf and one.requires_grad))
-        storages = [storage for tensor in made if (storage := plain_memory(tensor)) is not None]
-        self._peak.count({address_of(storage): storage for storage in storages}.values())
+        count_inputs(self._peak, inputs, self._backend.device)
 
     def end_backward(self) -> None:
         """The backward is over that has come to the first layer whose output needs one."""

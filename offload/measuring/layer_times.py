@@ -21,7 +21,7 @@ import torch
 
 from offload.activations.what_moves import Rules, offloaded_parts
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, compute_device, is_sharded
-from offload.base.tensors import tensors_in
+from offload.base.tensors import plain_memory, tensors_in
 from offload.base.torch_private import address_of, before_backward, when_backward_ends
 from offload.device.backend import Backend, Event
 from offload.observe.memory import MemoryPeak
@@ -224,6 +224,13 @@ class LayerTimes(Attachment):
                 layer.tensors.setdefault(address_of(storage), storage.nbytes())
         # A result of the operation that saves it would own itself through the graph: give an alias.
         return tensor if tensor.is_leaf else tensor.detach()
+
+
+def count_inputs(memory: MemoryPeak, inputs: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Count what the step has allocated for the first layer, as an embedding's output: leaves outlive a step."""
+    made = (one for one in inputs if one.device == device and not (one.is_leaf and one.requires_grad))
+    storages = [storage for tensor in made if (storage := plain_memory(tensor)) is not None]
+    memory.count({address_of(storage): storage for storage in storages}.values())
 
 
 class ForwardBegins(LayerListener):

@@ -20,6 +20,9 @@ from offload.planning.recipes import TrainingBytes
 AUTO_SHARE = 0.92
 """Of what the device has left: allocators need some room to cut blocks from."""
 
+TOLERANCE = 0.02
+"""By what part of a budget a peak may be above it without a warning."""
+
 
 @dataclass
 class BrokenBudget:

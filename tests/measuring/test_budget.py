@@ -3,6 +3,7 @@
 import logging
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -656,6 +657,62 @@ def test_a_plan_that_breaks_its_budget_for_good_is_said_once(lab: Lab, monkeypat
         for _ in range(2):
             assert_same(expected, step_gradients(layers, x))
         assert handle.state == "following"
+
+
+@pytest.mark.parametrize("regions", [True, False])
+def test_a_given_plan_whose_budget_is_broken_on_the_cpu_is_said_once(regions: bool, lab: Lab) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    outside = [0]
+
+    def step() -> int:
+        with offload.memory_meter(lab.device) as meter:
+            y = through(layers, x * 1)
+            temporary = torch.empty(outside[0], dtype=torch.uint8)
+            y.square().mean().backward()
+            del temporary
+        return meter.peak_bytes
+
+    profile = offload.profile_layers(layers, step, min_bytes=1, device=lab.device, regions=regions, steps=1)
+    host = 0 if regions else None  # without memory on the host, regions are recomputed
+    plan = offload.plan(profile, round(0.8 * step()), offload.Link(1e9, 1e9, 1.5e9), max_host_bytes=host)
+    assert any(plan.policies) == regions
+    with offload.offload_layers(layers, plan=plan, min_bytes=1, device=lab.device):
+        assert max([step() for _ in range(4)][1:]) <= plan.memory_budget  # and no word
+    with offload.offload_layers(layers, plan=plan, min_bytes=1, device=lab.device):
+        step()  # this one learns, and is not counted
+        outside[0] = plan.memory_budget
+        step()
+        with pytest.warns(UserWarning, match="not met by the plan, which predicted .*; plan with a smaller"):
+            step()
+        outside[0] *= 2
+        step()
+
+
+@pytest.mark.parametrize("stem", [nn.Identity(), Stem(saves_result=True)], ids=["layers", "a stem before them"])
+def test_what_a_plans_first_step_needs_is_said_if_that_breaks_the_budget(stem: nn.Module, lab: Lab) -> None:
+    layers, _ = build("decoder", 1, lab.device)
+    x = torch.rand(4, 64, 8 if isinstance(stem, Stem) else WIDTH, device=lab.device)
+
+    def step() -> int:
+        stem.zero_grad()
+        layers.zero_grad()
+        with offload.memory_meter(x.device) as meter:
+            through(layers, stem(x * 1)).square().mean().backward()
+        return meter.peak_bytes
+
+    options: dict[str, Any] = {"min_bytes": 1, "device": lab.device}
+    profile = offload.profile_layers(layers, step, regions=True, steps=1, **options)
+    kept = frozenset(number for number, one in enumerate(profile.layers[0].regions) if one.name == "input")
+    plan = Plan(Schedule(1), profile, offload.Link(1e9, 1e9, 1.5e9), 0, (LayerPolicy(kept),))
+    with offload.offload_layers(layers, plan=replace(plan, memory_budget=1 << 40), **options):
+        plan = replace(plan, memory_budget=max([step() for _ in range(4)][1:]))
+    with offload.offload_layers(layers, plan=plan, **options):
+        learning_bytes, later_bytes = step(), step()
+        assert learning_bytes > plan.memory_budget >= later_bytes
+        with pytest.warns(UserWarning, match="not while the layers were learned") as told:
+            step()
+        step()
+    assert f"a microbatch needed up to {format_bytes(learning_bytes)}" in str(told[0].message)
 
 
 @pytest.mark.parametrize("accumulated", [1, 4])

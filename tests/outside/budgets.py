@@ -143,6 +143,13 @@ def check(seed: int) -> Report:
     except ValueError as error:
         report.messages.append(str(error))
         return report
-    with offload.offload_layers(model.layers, plan=plan, min_bytes=1, device="cpu"):
-        report.planned = max([step(model, tokens, optimizer) for _ in range(4)][1:])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with offload.offload_layers(model.layers, plan=plan, min_bytes=1, device="cpu"):
+            learning, *peaks = [step(model, tokens, optimizer) for _ in range(4)]
+    report.planned = max(peaks)
+    said = [str(one.message) for one in told if "memory_budget" in str(one.message)]
+    report.messages += said
+    if (max(learning, *peaks) > (1 + TOLERANCE) * budget) != bool(said) and not report.wrong:
+        report.wrong = f"plan: {report.planned / budget:.3f} of the budget, {plan.peak_bytes / budget:.3f} predicted"
     return report
