@@ -378,7 +378,7 @@ SIX = Schedule.default(2, 6)
         ({"memory_budget": 0}, "memory_budget must be more than 0 bytes and less .*, got 0; write"),
         ({"memory_budget": "0GiB"}, "got '0GiB'; write"),
         ({"memory_budget": 1 << 50}, f"got {1 << 50}; write"),
-        ({"num_layers": "40GiB"}, r"got '40GiB'; for a size, write memory_budget='40GiB'\."),
+        ({"num_layers": "40GiB"}, r"got '40GiB'; for device memory, write memory_budget='40GiB'\."),
     ],
 )
 def test_refused_options(options: dict[str, Any], text: str) -> None:
