@@ -8,89 +8,57 @@ offloading. Beside the record, a folder of its name gets each fault's timeline a
 
 import argparse
 import json
-import statistics
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict, replace
 from functools import partial
-from itertools import groupby
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import offload
-from benchmarks.instruments import give_memory_back, metered, timed
-from benchmarks.report import asked, environment, table, write
-from benchmarks.workloads import DecoderBlock, loss_of
+from benchmarks.comparison import Comparison
+from benchmarks.instruments import GIB, Row, give_memory_back
+from benchmarks.models import Model
+from benchmarks.report import Record, asked, table
+from benchmarks.workloads import Workload, reference_decoder
 from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.observe.timeline import LANES
 
-GIB = 1 << 30
-TIMED_STEPS = 3
+LAYERS = 10
+TIMES = 3
 MOST_SAMPLES = 300
 """Of the memory curve, in a trace."""
 
-Stats = Callable[[], offload.OffloadStats]
 
-
-@dataclass(frozen=True)
-class Size:
-    """How large everything is."""
-
-    hidden: int
-    ffn: int
-    heads: int
-    tokens: int
-    vocabulary: int
-    dtype: torch.dtype
-    min_bytes: int
-    operations: int
-    """In a layer of many small tensors,"""
-    elements: int
-    """each with so many elements."""
-    layers: int = 10
-    k: int = 2
-
-
-LARGE = Size(4096, 11008, 32, 8192, 128256, torch.bfloat16, DEFAULT_MIN_BYTES, 200, 1 << 18)
-SMALL = Size(64, 172, 4, 128, 8192, torch.float32, 1, 20, 1 << 10)
-
-
-@dataclass
-class Subject:
-    """Layers that are called one after the other, their input, and the loss of the last one's output."""
-
-    layers: nn.ModuleList
-    x: torch.Tensor
-    loss: Callable[[torch.Tensor], torch.Tensor] = loss_of
-
-    def step(self) -> None:
-        """One forward and backward."""
-        y = self.x
-        for layer in self.layers:
-            y = layer(y)
-        self.loss(y).backward()
-
-
-def decoder(size: Size, device: torch.device) -> Subject:
+def decoder(*, small: bool) -> Workload:
     """Blocks of a 7B model."""
-    torch.manual_seed(0)
-    with torch.device(device):
-        blocks = [DecoderBlock(size.hidden, size.ffn, size.heads) for _ in range(size.layers)]
-        x = torch.randn(1, size.tokens, size.hidden, dtype=size.dtype)
-    return Subject(nn.ModuleList(blocks).to(size.dtype), x)
+    base = reference_decoder(small=small)
+    return replace(base, layers=LAYERS, shape=(1, 128 if small else 8192, base.shape[2]))
 
 
-def with_logits(size: Size, device: torch.device) -> Subject:
-    """The same with a head over a large vocabulary."""
-    subject = decoder(size, device)
-    head = nn.Linear(size.hidden, size.vocabulary, bias=False, device=device, dtype=size.dtype)
-    labels = torch.randint(size.vocabulary, (size.tokens,), device=device)
-    subject.loss = lambda y: F.cross_entropy(head(y).view(-1, size.vocabulary).float(), labels)
-    return subject
+class Logits(nn.Module):
+    """A head over a large vocabulary, and the loss of its logits."""
+
+    def __init__(self, hidden: int, vocabulary: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(hidden, vocabulary, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x``: ``[batch, tokens, hidden]``; the result is a scalar."""
+        logits = self.head(x).flatten(0, 1).float()
+        return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long, device=x.device))
+
+
+def with_logits(*, small: bool) -> Workload:
+    """The same with a head."""
+    base = decoder(small=small)
+    return replace(base, make_loss=partial(Logits, base.shape[2], 8192 if small else 128256))
 
 
 class Chain(nn.Module):
@@ -109,139 +77,116 @@ class Chain(nn.Module):
         return x
 
 
-def chains(size: Size, device: torch.device) -> Subject:
+def chains(*, small: bool) -> Workload:
     """Layers of many small tensors."""
-    layers = nn.ModuleList(Chain(size.operations) for _ in range(size.layers)).to(device)
-    return Subject(layers, torch.randn(size.elements, device=device))
+    operations, elements = (20, 1 << 10) if small else (200, 1 << 18)
+    return Workload(partial(Chain, operations), LAYERS, (1, 1, elements), torch.float32)
 
 
-Run = Iterator[tuple[Callable[[], object], Stats]]
-"""What a fault's context yields: the step, and its counters."""
-
-
-@contextmanager
-def offloaded(subject: Subject, size: Size, k: int = 2, **options: Any) -> Run:
+def offloaded(model: Model, k: int = 2, **options: Any) -> offload.OffloadedLayers:
     """The first k layers offloaded."""
-    with offload.offload_layers(subject.layers, k, **{"min_bytes": size.min_bytes, **options}) as handle:
-        yield subject.step, handle.stats
+    return offload.offload_layers(model.layers, k, **options)
 
 
 @contextmanager
-def held(subject: Subject, size: Size) -> Run:
-    """Hooks collect what the linear layers return, and drop it after backward."""
+def held(model: Model, **options: Any) -> Iterator[offload.OffloadedLayers]:
+    """Hooks collect what the linear layers return, and drop it when backward has come to the input."""
     outputs: list[torch.Tensor] = []
-    modules = [module for module in subject.layers.modules() if isinstance(module, nn.Linear)]
-    hooks = [module.register_forward_hook(lambda _m, _a, output: outputs.append(output.detach())) for module in modules]
-
-    def step() -> None:
-        subject.step()
-        outputs.clear()
-
-    with offloaded(subject, size) as (_, stats):
-        yield step, stats
-    for hook in hooks:
-        hook.remove()
+    with offloaded(model, **options) as handle, ExitStack() as hooks:
+        for module in model.module.modules():
+            if isinstance(module, nn.Linear):
+                collect = module.register_forward_hook(lambda _m, _a, output: outputs.append(output.detach()))
+                hooks.callback(collect.remove)
+        hooks.callback(model.leaves[0].register_post_accumulate_grad_hook(lambda _: outputs.clear()).remove)
+        yield handle
 
 
 @contextmanager
-def without_sync(subject: Subject, size: Size) -> Run:
+def without_sync(model: Model, **options: Any) -> Iterator[Any]:
     """A context around each layer, whose output is not passed to the sync function."""
-    context, _ = offload.get_cpu_offload_context(
-        enabled=True, num_layers=size.k, model_layers=size.layers, min_bytes=size.min_bytes, device=subject.x.device
-    )
+    context, _ = offload.get_cpu_offload_context(True, 2, LAYERS, device=model.leaves[0].device, **options)
 
-    def step() -> None:
-        y = subject.x
-        for layer in subject.layers:
-            with context:
-                y = layer(y)
-        subject.loss(y).backward()
+    def run(forward: Callable[..., Any], x: torch.Tensor) -> Any:
+        with context:
+            return forward(x)
 
-    yield step, context.stats
+    with ExitStack() as stack:
+        for layer in model.layers:
+            stack.enter_context(patch.object(layer, "forward", partial(run, layer.forward)))
+        yield context
 
 
 @contextmanager
-def half_of_the_host_memory(subject: Subject, size: Size) -> Run:
+def half_of_the_host_memory(model: Model, **options: Any) -> Iterator[offload.OffloadedLayers]:
     """Half of the host memory that is needed."""
-    with offloaded(subject, size) as (step, stats):
-        step()
-        needed = stats().offloaded_bytes
-    with offloaded(subject, size, max_host_bytes=needed // 2) as given:
-        yield given
+    with offloaded(model, **options) as handle:
+        model.step()
+        needed = handle.stats().offloaded_bytes
+    with offloaded(model, max_host_bytes=needed // 2, **options) as handle:
+        yield handle
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(NamedTuple):
     """Something that goes wrong, and how."""
 
-    name: str
     sees: str
     """What one sees of it."""
-    provoke: Callable[[Subject, Size], AbstractContextManager[tuple[Callable[[], object], Stats]]]
-    build: Callable[[Size, torch.device], Subject] = decoder
+    provoke: Callable[..., AbstractContextManager[Any]] = offloaded
+    workload: Callable[..., Workload] = decoder
     first: bool = False
     """Whether the first step is recorded."""
 
 
-FAULTS = (
-    Fault("healthy", "no fault: 2 of 10 layers are offloaded for free", offloaded),
-    Fault("all_small", "no memory saved: everything is smaller than min_bytes", partial(offloaded, min_bytes=1 << 50)),
-    Fault("held", "copied, but not freed: a hook collects outputs", held),
-    Fault("no_room", "less saved than planned: the host has half of the memory", half_of_the_host_memory),
-    Fault("elsewhere", "copied and freed, but the peak is elsewhere: logits", partial(offloaded, k=6), with_logits),
-    Fault("too_many", "slow: 6 of 10 layers are offloaded, more than the link can carry", partial(offloaded, k=6)),
-    Fault("late_reloads", "slow: no sync function, so that reloads start late", without_sync),
-    Fault("many_small", "slow: hundreds of tensors, each small", partial(offloaded, min_bytes=1), chains),
-    Fault("first_step", "slow once: the first step pins host memory", partial(offloaded, k=6), first=True),
-)
+too_many = partial(offloaded, k=6)
+FAULTS = {
+    "healthy": Fault("no fault: 2 of 10 layers are offloaded for free"),
+    "all_small": Fault(
+        "no memory saved: everything is smaller than min_bytes", lambda model, **_: offloaded(model, min_bytes=1 << 50)
+    ),
+    "held": Fault("copied, but not freed: a hook collects outputs", held),
+    "no_room": Fault("less saved than planned: the host has half of the memory", half_of_the_host_memory),
+    "elsewhere": Fault("copied and freed, but the peak is elsewhere: logits", too_many, with_logits),
+    "too_many": Fault("slow: 6 of 10 layers are offloaded, more than the link can carry", too_many),
+    "late_reloads": Fault("slow: no sync function, so that reloads start late", without_sync),
+    "many_small": Fault(
+        "slow: hundreds of tensors, each small", lambda model, **_: offloaded(model, min_bytes=1), chains
+    ),
+    "first_step": Fault("slow once: the first step pins host memory", too_many, first=True),
+}
 
 
-def examine(fault: Fault, size: Size, device: torch.device) -> tuple[dict[str, Any], offload.Timeline]:
+def examine(fault: Fault, device: torch.device, *, small: bool) -> tuple[Row, offload.Timeline]:
     """One fault: what is counted, metered and timed of it beside the step without offloading, and its timeline."""
-    give_memory_back(device)
-    subject = fault.build(size, device)
-    kept = _measured(subject.step, device)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with fault.provoke(subject, size) as (step, stats):
+    model = fault.workload(small=small).build(device)
+    row: Row = {"steps": TIMES + 2}
+    timelines: list[offload.Timeline] = []
+
+    @contextmanager
+    def recorded() -> Iterator[Any]:
+        with (
+            warnings.catch_warnings(record=True, action="always") as caught,
+            fault.provoke(model, min_bytes=1 if small else DEFAULT_MIN_BYTES) as handle,
+        ):
             give_memory_back(device)
-            timeline = offload.record_timeline(step, device, warmup=0 if fault.first else 2, title=fault.sees)
-            before = stats()
-            found = _measured(step, device)
-            counted = stats() - before
-    row = {
-        "name": fault.name,
-        "sees": fault.sees,
-        "kept": kept,
-        "found": found,
-        "stats": asdict(counted),
-        "steps": TIMED_STEPS + 2,
-        "recorded": {"duration_s": timeline.duration_s, "stall_s": timeline.stall_s},
-        "warnings": list(dict.fromkeys(str(warning.message) for warning in caught)),
-    }
-    return row, thinned(timeline)
+            warmup = 0 if fault.first else 2
+            timelines.append(offload.record_timeline(model.step, device, warmup=warmup, title=fault.sees))
+            before = handle.stats()
+            yield handle
+            row["stats"] = asdict(handle.stats() - before)
+        row["warnings"] = list(dict.fromkeys(str(one.message) for one in caught))
+
+    comparison = Comparison(model, device, times=TIMES, gradients=False)
+    row |= {"kept": comparison.add({}), "found": comparison.add({}, recorded)}
+    [timeline] = timelines
+    return row | {"recorded": {"duration_s": timeline.duration_s, "stall_s": timeline.stall_s}}, timeline
 
 
-def _measured(step: Callable[[], object], device: torch.device) -> dict[str, Any]:
-    step()
-    peak_bytes, _ = metered(step, device)
-    times_s = [timed(step, device) for _ in range(TIMED_STEPS)]
-    return {"step_s": statistics.median(times_s), "times_s": times_s, "peak_bytes": peak_bytes}
+def chrome_trace(timeline: offload.Timeline) -> Row:
+    """A timeline in Chrome's trace event format, for ``ui.perfetto.dev``: one thread per stream.
 
-
-def thinned(timeline: offload.Timeline) -> offload.Timeline:
-    """The timeline with at most ``MOST_SAMPLES`` samples of memory, the highest of each piece of time."""
-    if len(timeline.memory) <= MOST_SAMPLES:
-        return timeline
-    piece_s = max(time_s for time_s, _ in timeline.memory) / (MOST_SAMPLES - 1)
-    pieces = groupby(timeline.memory, key=lambda sample: int(sample[0] / piece_s))
-    kept = tuple(max(samples, key=lambda sample: sample[1]) for _, samples in pieces)
-    return offload.Timeline(timeline.spans, kept, timeline.title)
-
-
-def chrome_trace(timeline: offload.Timeline) -> dict[str, Any]:
-    """A timeline in Chrome's trace event format, for ``ui.perfetto.dev``: one thread per stream."""
-    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "args": {"name": "offload"}}]
+    Of neighbouring samples of memory, it has the highest.
+    """
+    events: list[Row] = [{"ph": "M", "name": "process_name", "args": {"name": "offload"}}]
     for thread, lane in enumerate(LANES):
         events.append({"ph": "M", "tid": thread, "name": "thread_name", "args": {"name": lane}})
         events.append({"ph": "M", "tid": thread, "name": "thread_sort_index", "args": {"sort_index": thread}})
@@ -249,7 +194,9 @@ def chrome_trace(timeline: offload.Timeline) -> dict[str, Any]:
         what = {"name": span.label or span.kind, "cat": span.kind, "tid": LANES.index(span.lane)}
         when = {"ts": span.start_s * 1e6, "dur": span.duration_s * 1e6}
         events.append({"ph": "X", **what, **when, "args": {"layer": span.layer, "bytes": span.nbytes}})
-    for time_s, nbytes in timeline.memory:
+    some = -(-len(timeline.memory) // MOST_SAMPLES) or 1
+    for begin in range(0, len(timeline.memory), some):
+        time_s, nbytes = max(timeline.memory[begin : begin + some], key=itemgetter(1))
         events.append({"ph": "C", "name": "device memory", "ts": time_s * 1e6, "args": {"bytes": nbytes}})
     events = [{"pid": 0} | event for event in events]
     return {"displayTimeUnit": "ms", "traceEvents": events, "otherData": {"title": timeline.title}}
@@ -259,24 +206,19 @@ def main() -> None:
     """Provoke each fault, print what was found, write the record and the traces."""
     parser = argparse.ArgumentParser(description="Provoke faults and record what they look like.")
     arguments, device = asked(parser, "results/faults.json")
-    link = offload.measure_link(device)
-    record = {**environment(device), "link": vars(link), "small": arguments.small, "faults": []}
+    record = Record(arguments, device, link=vars(offload.measure_link(device)))
     traces = arguments.out.with_suffix("")
     traces.mkdir(parents=True, exist_ok=True)
-    for fault in FAULTS:
-        row, timeline = examine(fault, SMALL if arguments.small else LARGE, device)
-        record["faults"].append(row)
+    for name, fault in FAULTS.items():
+        row, timeline = examine(fault, device, small=arguments.small)
         trace = json.dumps(chrome_trace(timeline), separators=(",", ":"))
-        (traces / f"{fault.name}.json").write_text(trace + "\n", "utf-8")
-        write(arguments.out, record)
-        print(table([_shown(row)]), *row["warnings"], sep="\n", flush=True)
-
-
-def _shown(row: dict[str, Any]) -> dict[str, Any]:
-    shown: dict[str, Any] = {"fault": row["name"]}
-    for name in ("kept", "found"):
-        shown |= {f"{name} ms": row[name]["step_s"] * 1e3, f"{name} GiB": row[name]["peak_bytes"] / GIB}
-    return shown | {name: row["stats"][name] for name in ("late_reloads", "wasted", "skipped")}
+        (traces / f"{name}.json").write_text(trace + "\n", "utf-8")
+        record.add({"name": name, "sees": fault.sees, **row}, part="faults", instead_of=["name"])
+        shown: Row = {"fault": name}
+        for which in ("kept", "found"):
+            shown |= {f"{which} ms": row[which]["step_s"] * 1e3, f"{which} GiB": row[which]["peak_bytes"] / GIB}
+        shown |= {key: row["stats"][key] for key in ("late_reloads", "wasted", "skipped")}
+        print(table([shown]), *row["warnings"], sep="\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """What the benchmarks measure with: time, memory, bytes copied and pinned, and determinism."""
 
 import gc
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,14 +60,6 @@ def attempt(row: Row, run: Step) -> None:
         run()
     except Exception as error:  # noqa: BLE001  # whatever a contender raises
         row["error"] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
-def with_median(row: Row) -> Row:
-    """The row with the median and the spread of its times, if it has times."""
-    if "error" in row or not row.get("times_s"):
-        return row
-    times_s = row["times_s"]
-    return row | {"step_s": statistics.median(times_s), "spread_s": max(times_s) - min(times_s)}
 
 
 def metered(step: Step, device: torch.device) -> tuple[int, float]:

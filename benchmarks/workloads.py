@@ -72,8 +72,8 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
 class Workload:
     """A stack of equal layers and their input.
 
-    The loss is the mean of the squared output in float32, the input requires a gradient, and gradients of
-    parameters exist before the step, so that a step allocates nothing but activations and workspace.
+    The loss is the mean of the squared output in float32, unless told otherwise, the input requires a gradient, and
+    gradients of parameters exist before the step, so that a step allocates nothing but activations and workspace.
     """
 
     make_layer: Callable[[], nn.Module]
@@ -81,6 +81,7 @@ class Workload:
     shape: tuple[int, int, int]
     """Batch, tokens, hidden."""
     dtype: torch.dtype = torch.bfloat16
+    make_loss: Callable[[], nn.Module] = MeanSquare
 
     def build(self, device: torch.device, *, compiled: str | None = None, loss_is_a_layer: bool = False) -> Model:
         """The layers one after the other.
@@ -94,17 +95,17 @@ class Workload:
         with torch.device(device):
             module = nn.ModuleList(self.make_layer() for _ in range(self.layers)).to(self.dtype)
             x = torch.randn(self.shape, dtype=self.dtype).requires_grad_()
+            loss_layer = self.make_loss().to(self.dtype)
         called: list[nn.Module] = [torch.compile(one, backend=compiled) if compiled else one for one in module]
-        mean_square = MeanSquare()
 
         def loss() -> torch.Tensor:
             y = x
             for layer in called:
                 y = layer(y)
-            found: torch.Tensor = mean_square(y)
+            found: torch.Tensor = loss_layer(y)
             return found
 
-        model = Model(module, [*called, mean_square] if loss_is_a_layer else called, loss, (x,))
+        model = Model(module, [*called, loss_layer] if loss_is_a_layer else called, loss, (x,))
         model.checkpoints = len(called)
         return model
 

@@ -42,12 +42,15 @@ def table(name: str) -> Callable[[Text], Text]:
     return register
 
 
-def picture(name: str, draw: Maker, alt: Callable[[], str]) -> None:
-    """Make ``docs/_static/results/NAME.svg`` the block ``picture: NAME``, with a text for those who cannot see it."""
+def picture(name: str, draw: Maker, alt: Callable[[], str], below: Text = lambda _page: "") -> None:
+    """Make ``docs/_static/results/NAME.svg`` the block ``picture: NAME``, with a text for those who cannot see it.
+
+    The text below the picture is for all. The site shows phones the narrow drawing by itself.
+    """
     path = Path(f"docs/_static/results/{name}.svg")
     assert path not in PICTURES, name
     PICTURES[path] = draw
-    BLOCKS["picture", name] = lambda page: image(alt(), path, page)
+    BLOCKS["picture", name] = lambda page: f"![{alt()}]({link_to(path, page)})\n{below(page)}"
 
 
 @cache
@@ -102,12 +105,9 @@ def row_of(rows: Sequence[Row], **wanted: Any) -> Row:
     return row
 
 
-def image(alt: str, picture: Path, page: Path) -> str:
-    """A picture of the repository, as ``page`` shows it, with a text for those who cannot see it.
-
-    The site shows phones the narrow drawing by itself.
-    """
-    return f"![{alt}]({Path(os.path.relpath(ROOT / picture, page.parent)).as_posix()})\n"
+def link_to(path: Path, page: Path) -> str:
+    """A path in the repository, as ``page`` says it."""
+    return Path(os.path.relpath(ROOT / path, page.parent)).as_posix()
 
 
 def run_of(row: Mapping[str, Any], record: Mapping[str, Any]) -> tuple[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import statistics
 from functools import partial
@@ -10,7 +9,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING
 
-from blocks import ROOT, Columns, Row, cells, markdown_table, picture, read, row_of, table
+from blocks import Columns, Row, cells, link_to, markdown_table, picture, read, row_of, table
 from drawing import NARROW_INCHES, WIDE_INCHES, draw_bars
 from page_text import GIB, day_of, gib, gib1, link_of, ms, percent, torch_of
 
@@ -106,7 +105,7 @@ for block, of in WORKLOADS.items():
 def free_layers(page: Path) -> str:
     """How much longer the decoder's step is with its free layers offloaded."""
     [kept], free = rows_of("decoder", "nothing"), row_of(rows_of("decoder"), contender=f"this library, k = {FREE}")
-    benchmarks = Path(os.path.relpath(ROOT / "docs/benchmarks.md", page.parent)).as_posix()
+    benchmarks = link_to(Path("docs/benchmarks.md"), page)
     longer = percent(free["step_s"] / kept["step_s"] - 1)
     return f"With {FREE} of 20 layers offloaded, [the decoder's step]({benchmarks}#decoder) takes {longer} longer.\n"
 
