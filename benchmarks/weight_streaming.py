@@ -17,14 +17,23 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from benchmarks.instruments import BLOCKING_CALLS, Row, limit_memory, peak_bytes, reset_peak, synchronize, timed
+from benchmarks.instruments import (
+    BLOCKING_CALLS,
+    Row,
+    attempt,
+    limit_memory,
+    peak_bytes,
+    reset_peak,
+    synchronize,
+    timed,
+)
 from benchmarks.report import Record, asked, table
 from benchmarks.workloads import DecoderBlock, loss_of
 from offload.device.select import get_backend
@@ -33,65 +42,38 @@ from offload.host.page_locked import page_locked
 GB = 1e9
 
 
-@dataclass(frozen=True)
-class Size:
-    """What is measured: a stack of decoder blocks, and inputs for it."""
-
-    hidden: int
-    ffn: int
-    heads: int
-    layers: int
-    dtype: torch.dtype
-    cases: dict[str, tuple[int, int, int]]
-    """Batch, tokens, and how many layers' inputs are offloaded, where the link binds and where compute binds."""
-
-
-LARGE = Size(4096, 11008, 32, 48, torch.bfloat16, {"few": (1, 2048, 0), "many": (4, 4096, 40)})
-SMALL = Size(64, 172, 4, 6, torch.float32, {"few": (1, 32, 0), "many": (2, 64, 3)})
-
-
-@dataclass
-class Times:
-    """Seconds of the parts of a step, a value for each repeat."""
-
-    forward_s: list[float]
-    backward_s: list[float]
-
-    @property
-    def step_s(self) -> float:
-        """Median of the whole step."""
-        return statistics.median(map(sum, zip(self.forward_s, self.backward_s, strict=True)))
-
-    def medians(self) -> tuple[float, float]:
-        """Of forward and of backward."""
-        return statistics.median(self.forward_s), statistics.median(self.backward_s)
+CASES = {"few": (1, 2048, 0), "many": (4, 4096, 40)}
+"""Batch, tokens, and how many layers' inputs are offloaded, where the link binds and where compute binds."""
+SMALL_CASES = {"few": (1, 32, 0), "many": (2, 64, 3)}
 
 
 class Stack(nn.Module):
-    """Layers one after the other, each recomputed in backward, and a step of them.
+    """Decoder blocks one after the other, each recomputed in backward, and a step of them.
 
     Args:
-        size: Of the layers.
         device: Where they are made.
+        small: Of small sizes, for a CPU.
     """
 
-    def __init__(self, size: Size, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, small: bool) -> None:
         super().__init__()
-        self.size, self.device = size, device
+        self.device, self.cases = device, SMALL_CASES if small else CASES
+        self.hidden, ffn, heads, layers = (64, 172, 4, 6) if small else (4096, 11008, 32, 48)
+        self.dtype = torch.float32 if small else torch.bfloat16
         torch.manual_seed(0)
         with torch.device(device):
-            blocks = [DecoderBlock(size.hidden, size.ffn, size.heads).to(size.dtype) for _ in range(size.layers)]
+            blocks = [DecoderBlock(self.hidden, ffn, heads).to(self.dtype) for _ in range(layers)]
         self.layers = nn.ModuleList(blocks)
 
-    def use(self, case: str) -> None:
-        """Train on this case from now on."""
-        batch, tokens, offloaded = self.size.cases[case]
-        shape = batch, tokens, self.size.hidden
-        self.tokens = batch * tokens
-        self.x = torch.randn(shape, device=self.device, dtype=self.size.dtype).requires_grad_()
+    def use(self, case: str) -> Row:
+        """Train on this case from now on; what a row says of it."""
+        batch, tokens, offloaded = self.cases[case]
+        shape = batch, tokens, self.hidden
+        self.x = torch.randn(shape, device=self.device, dtype=self.dtype).requires_grad_()
         self.context, self.sync = offload.get_cpu_offload_context(
             offloaded > 0, max(offloaded, 1), len(self.layers), min_bytes=1, device=self.device
         )
+        return {"case": case, "tokens": batch * tokens}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The loss."""
@@ -110,16 +92,16 @@ class Stack(nn.Module):
         self.zero_grad()
         self.x.grad = None
 
-    def activation_bytes(self) -> tuple[int, int]:
+    def moved_bytes(self) -> tuple[int, int]:
         """Bytes of activations that were offloaded and reloaded so far."""
         if not isinstance(self.context, offload.OffloadContext):
             return 0, 0
         stats = self.context.stats()
         return stats.offloaded_bytes, stats.reloaded_bytes
 
-    def measure(self, *, warmup: int, repeats: int) -> Times:
-        """Both phases, from an idle device to an idle device."""
-        times = Times([], [])
+    def measure(self, *, warmup: int, repeats: int) -> Row:
+        """Seconds of both phases, from an idle device to an idle device, and those of the median step."""
+        times: dict[str, list[float]] = {"forward_s": [], "backward_s": []}
         for number in range(warmup + repeats):
             self.clear()
             synchronize(self.device)
@@ -131,9 +113,10 @@ class Stack(nn.Module):
             end = time.perf_counter()
             if number >= warmup:
                 forward_s = reached(begin)
-                times.forward_s.append(forward_s)
-                times.backward_s.append(end - begin - forward_s)
-        return times
+                times["forward_s"].append(forward_s)
+                times["backward_s"].append(end - begin - forward_s)
+        phases = {phase: statistics.median(some) for phase, some in times.items()}
+        return phases | {"step_s": statistics.median(map(sum, zip(*times.values(), strict=True))), "times": times}
 
 
 def _mark(device: torch.device) -> Callable[[float], float]:
@@ -200,38 +183,35 @@ def blocking_calls(model: Stack) -> dict[str, int]:
     return dict(Counter(e.name for e in events if e.name in BLOCKING_CALLS and e.time_range.start < end))
 
 
-def streamed_rows(
-    model: Stack, alone: dict[str, Times], device: torch.device, arguments: argparse.Namespace
-) -> tuple[list[Row], Row]:
+def streamed_rows(model: Stack, alone: dict[str, Row], arguments: argparse.Namespace) -> tuple[list[Row], Row]:
     """The streamed steps with their limits, and what else was seen."""
-    rows = []
+    rows, device, layers = [], model.device, len(model.layers)
     begin = time.perf_counter()
     with offload.stream_weights(model.layers, device, num_slots=arguments.slots) as handle:
         extra: Row = {"setup_s": time.perf_counter() - begin}
-        limit_memory(device, arguments.memory * handle.stats().weight_bytes)
-        layers = len(model.layers)
-        layer_bytes = handle.stats().weight_bytes // layers
-        for name in model.size.cases:
-            model.use(name)
-            row: Row = {"case": name, "tokens": model.tokens, "first_s": timed(model.step, device)}
-            then, moved = handle.stats(), model.activation_bytes()
+        weight_bytes = handle.stats().weight_bytes
+        limit_memory(device, arguments.memory * weight_bytes)
+        layer_bytes = weight_bytes // layers
+        for name in model.cases:
+            row = model.use(name) | {"first_s": timed(model.step, device)}
+            then, moved = handle.stats(), model.moved_bytes()
             reset_peak(device)
-            times = model.measure(warmup=1, repeats=arguments.repeats)
+            found = model.measure(warmup=1, repeats=arguments.repeats)
             row["peak_device_bytes"] = peak_bytes(device)
             now, count = handle.stats(), arguments.repeats + 1
-            out, back = ((new - old) / count for new, old in zip(model.activation_bytes(), moved, strict=True))
+            out, back = ((new - old) / count for new, old in zip(model.moved_bytes(), moved, strict=True))
             loads = (now.loads - then.loads) / count
             back_pieces = round(loads - layers + back / layer_bytes)
-            link_s = (
-                copy_s(device, layer_bytes, layers, round(out / layer_bytes)),
-                copy_s(device, layer_bytes, back_pieces, layers),
-            )
-            for key, phases in (("", times.medians()), ("compute_", alone[name].medians()), ("link_", link_s)):
-                row |= {f"{key}forward_s": phases[0], f"{key}backward_s": phases[1]}
-            limit_s = math.fsum(map(max, alone[name].medians(), link_s))
-            row |= {"step_s": times.step_s, "limit_s": limit_s, "ratio_to_limit": times.step_s / limit_s}
+            link = {
+                "forward_s": copy_s(device, layer_bytes, layers, round(out / layer_bytes)),
+                "backward_s": copy_s(device, layer_bytes, back_pieces, layers),
+            }
+            for key, phases in (("", found), ("compute_", alone[name]), ("link_", link)):
+                row |= {f"{key}{phase}": phases[phase] for phase in link}
+            limit_s = math.fsum(max(alone[name][phase], link[phase]) for phase in link)
+            row |= {"step_s": found["step_s"], "limit_s": limit_s, "ratio_to_limit": found["step_s"] / limit_s}
             row |= {"loads_per_step": loads, "late_loads_per_step": (now.late_loads - then.late_loads) / count}
-            rows.append(row | {"times": vars(times)})
+            rows.append(row | {"times": found["times"]})
             if device.type == "cuda":
                 extra[f"blocking_calls_{name}"] = blocking_calls(model)
             if name == "few":
@@ -268,16 +248,11 @@ def fsdp_rows(model: Stack, device: torch.device, repeats: int) -> list[Row]:
     for layer in [*model.layers, model]:
         fully_shard(layer, offload_policy=CPUOffloadPolicy(pin_memory=True))
     rows = []
-    for name in model.size.cases:
-        model.use(name)
-        row: Row = {"case": name, "tokens": model.tokens}
-        try:
-            reset_peak(device)
-            times = model.measure(warmup=1, repeats=repeats)
-            row |= {"step_s": times.step_s, "peak_device_bytes": peak_bytes(device), "times": vars(times)}
-        except torch.OutOfMemoryError as error:
-            row["error"] = str(error).splitlines()[0]
-        rows.append(row)
+    for name in model.cases:
+        row = model.use(name)
+        reset_peak(device)
+        attempt(row, lambda row=row: row.update(model.measure(warmup=1, repeats=repeats)))
+        rows.append(row | {"peak_device_bytes": peak_bytes(device)})
         model.clear()
         gc.collect()
         torch.cuda.empty_cache()
@@ -294,22 +269,22 @@ def main() -> None:
     arguments, device = asked(parser, "results/weight_streaming.json")
     link = offload.measure_link(device)
     print(link)
-    model = Stack(SMALL if arguments.small else LARGE, device)
+    model = Stack(device, small=arguments.small)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     alone = {}
-    for name in model.size.cases:
+    for name in model.cases:
         model.use(name)
         alone[name] = model.measure(warmup=2, repeats=arguments.repeats)
         model.clear()
-    rows, extra = streamed_rows(model, alone, device, arguments)
+    rows, extra = streamed_rows(model, alone, arguments)
     gc.collect()
     fsdp: list[Row] = []
     if device.type == "cuda":
         torch.cuda.empty_cache()
         fsdp = fsdp_rows(model, device, min(arguments.repeats, 3))
-    for row in rows:
-        row["fsdp_s"] = next((other.get("step_s") for other in fsdp if other["case"] == row["case"]), None)
+    for row, other in zip_longest(rows, fsdp, fillvalue={}):
+        row["fsdp_s"] = other.get("step_s")
     facts = {"link": vars(link), "parameters": parameters, "weight_bytes": weight_bytes}
     record = Record(arguments, device, **facts, memory_limit_bytes=arguments.memory * weight_bytes, fsdp=fsdp, **extra)
     record.add(*rows, instead_of=["case"])
