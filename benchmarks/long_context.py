@@ -26,6 +26,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -54,28 +55,18 @@ LIMITED = ("nothing", "checkpointing", "hf_offload", "inputs", "streamed", "lora
 class Long(Llama):
     """The model, with sequences of any length."""
 
-    def __init__(self, device: torch.device, *, small: bool, adapters: bool = False, gradients: bool = True) -> None:
+    def __init__(self, device: torch.device, *, small: bool, on_host: bool = False, adapters: bool = False) -> None:
         shape = (SMALL if small else SHAPE) | {"max_position_embeddings": 1 << 20}
-        super().__init__(device, tokens=1, dtype=torch.float32 if small else torch.bfloat16, **shape)
-        self.small = small
-        self.width: int = shape["hidden_size"]
+        dtype = torch.float32 if small else torch.bfloat16
+        super().__init__(device, tokens=1, dtype=dtype, has_gradients=not on_host, **shape)
+        self.wide_bytes: int = shape["hidden_size"] * dtype.itemsize
+        """Of a token's hidden state."""
         self.heads: int = shape["num_attention_heads"]
         if adapters:
             import peft
 
             config = peft.LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
             peft.inject_adapter_in_model(config, self.model)
-        if adapters or not gradients:
-            self.model.zero_grad(set_to_none=True)
-
-    @property
-    def length(self) -> int:
-        """Of the sequence, in tokens."""
-        return self.tokens.numel()
-
-    def tile(self, tokens: int) -> int:
-        """A tile's size, so that there are some at small sizes, too."""
-        return max(1, self.length // 4) if self.small else tokens
 
 
 class Benchmark:
@@ -96,16 +87,18 @@ class Benchmark:
         self.device, self.small, self.host, self.seconds, self.whole_s = device, small, host, seconds, whole_s
         self.record = record
         self.min_bytes: int | str = 1 if small else "2MiB"
-        self._model: Long | None = None
+
+    @cached_property
+    def model(self) -> Long:
+        """The model with all its weights and gradients on the device."""
+        return Long(self.device, small=self.small)
 
     def row(self, spec: str) -> Row:
         """Measure one."""
         size, _, way = spec.partition(":")
         begin = time.perf_counter()
         row: Row = {"row": spec, "way": way}
-        if self.device.type == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()  # not the pinned memory, which takes long to get
+        self._empty_cache()
         try:
             if size.endswith("GiB"):
                 row |= {"limit_bytes": round(float(size.removesuffix("GiB")) * GIB)}
@@ -120,43 +113,68 @@ class Benchmark:
         print(row, flush=True)
         return row
 
+    def _empty_cache(self) -> None:
+        """Return device memory, and not the pinned memory, which takes long to get."""
+        if self.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    @contextmanager
+    def _trained(self, model: Long, way: str, tile: int, plan: offload.Plan | None = None) -> Iterator[Any]:
+        """Train in this way, with MLPs in tiles where this library offloads."""
+        options: dict[str, Any] = {"min_bytes": self.min_bytes, "max_host_bytes": self.host}
+        on_host = way == "hf_offload"
+        with ExitStack() as stack:
+            if on_host and self.device.type == "cpu":  # which has no pinned memory
+                stack.enter_context(save_on_cpu())
+            if way in ("checkpointing", "hf_offload", "inputs"):
+                stack.enter_context(model.checkpointing(on_host=on_host and self.device.type != "cpu"))
+            if way in ("nothing", "checkpointing", "hf_offload"):
+                yield None
+                return
+            tokens = model.tokens.numel()
+            stack.enter_context(offload.tile_mlp(model.layers, max(1, tokens // 4) if self.small else tile))
+            if plan is not None:
+                options["plan"] = plan
+                pinned = plan.host_bytes
+            else:
+                # A layer's input travels, and by hand attention's output with a sum in float32 per token and head.
+                per_layer = tokens * (2 * model.wide_bytes + 4 * model.heads if way == "hand" else model.wide_bytes)
+                options["num_layers"] = min(len(model.layers) - 2, self.host // per_layer)
+                pinned = options["num_layers"] * per_layer
+                kept = {"*dot_product*": "offload"} if way == "hand" else {}
+                options |= {} if way == "inputs" else {"policies": kept | {"*": "recompute"}}
+            offload.reserve_host_memory(min(pinned, self.host), self.device)  # once, and not piece by piece
+            yield stack.enter_context(offload.offload_layers(model.layers, **options))
+
     # A number of tokens.
 
     def step(self, tokens: int, way: str) -> Row:
         """Seconds and memory of a step."""
-        model = self._whole()
+        model = self.model
         row: Row = {"tokens": tokens, "layers": len(model.layers)}
         plan = self._plan(tokens, row) if way == "plan" else None
         model.use(tokens)
-        with ExitStack() as stack:
-            stack.enter_context(offload.use_chunked_loss(model.model))
-            stack.enter_context(offload.tile_mlp(model.layers, model.tile(TILE)))
-            handle = stack.enter_context(self._moving(model, way, plan))
+        with offload.use_chunked_loss(model.model), self._trained(model, way, TILE, plan) as handle:
             model.use(min(tokens, SHORT))
             model.step()  # which proves what is recomputed
             model.use(tokens)
             if tokens < ONCE:
                 row["first_s"] = timed(model.step, self.device)
             before = handle.stats()
-            reset_peak(self.device)
-            row["step_s"] = timed(model.step, self.device)
+            row |= self._measured(model)
             after = handle.stats()
-            step = after - before
-            row |= self._memory() | {"stall_s": step.stall_s, "host_bytes": step.offloaded_bytes}
-            row["pinned_bytes"] = after.pinned_bytes  # earlier rows of the run may have needed more
-        row["tokens_per_s"] = tokens / row["step_s"]
+            row |= {"stall_s": after.stall_s - before.stall_s, "pinned_bytes": after.pinned_bytes}
+            row["host_bytes"] = after.offloaded_bytes - before.offloaded_bytes
         return row
 
     def equal(self, tokens: int) -> Row:
         """How far loss and gradients are from those of the model as it is."""
-        model = self._whole()
+        model = self.model
         model.use(tokens)
         with model.checkpointing():
             plain, expected = self._loss_and_gradients(model)
-        with ExitStack() as stack:
-            stack.enter_context(offload.use_chunked_loss(model.model))
-            stack.enter_context(offload.tile_mlp(model.layers, tokens // 4))
-            stack.enter_context(self._moving(model, "hand", None))
+        with offload.use_chunked_loss(model.model), self._trained(model, "hand", tokens // 4):
             loss, found = self._loss_and_gradients(model)
         norms = [math.sqrt(sum(one.float().norm().item() ** 2 for one in many)) for many in (expected, found)]
         apart = [
@@ -171,34 +189,9 @@ class Benchmark:
         loss.backward()
         return loss.item(), [one.grad for one in model.model.parameters()]
 
-    @contextmanager
-    def _moving(self, model: Long, way: str, plan: Any) -> Iterator[offload.OffloadedLayers]:
-        options: dict[str, Any] = {"min_bytes": self.min_bytes, "max_host_bytes": self.host}
-        count = len(model.layers)
-        with ExitStack() as stack:
-            if way == "plan":
-                options["plan"] = plan
-                pinned = plan.host_bytes
-            else:
-                per_layer = self._per_layer(model, attention=way == "hand")
-                options["num_layers"] = min(count - 2, self.host // per_layer)
-                pinned = options["num_layers"] * per_layer
-            if way == "inputs":
-                stack.enter_context(model.checkpointing())
-            elif way == "hand":
-                options["policies"] = {"*dot_product*": "offload", "*": "recompute"}
-            offload.reserve_host_memory(min(pinned, self.host), self.device)  # once, and not piece by piece
-            yield stack.enter_context(offload.offload_layers(model.layers, **options))
-
-    def _per_layer(self, model: Long, *, attention: bool) -> int:
-        """What travels of a layer: its input, and attention's output with a sum in float32 per token and head."""
-        item = 4 if model.small else 2
-        hidden = model.length * model.width * item
-        return 2 * hidden + model.length * model.heads * 4 if attention else hidden
-
     def _plan(self, tokens: int, row: Row) -> offload.Plan:
         """A plan for so many tokens, from the profile of fewer, which the record keeps."""
-        model = self._whole()
+        model = self.model
         profiled = min(tokens, 64 if self.small else PROFILED)
         if "profile" not in self.record:
             model.use(profiled)
@@ -213,9 +206,9 @@ class Benchmark:
         profile = offload.Profile.from_json(json.dumps(self.record["profile"]))
         ratio = tokens / self.record["profiled"]
         # The loss in chunks grows by the hidden states alone, which are in four tensors at once.
-        more = 4 * 2 * model.width * (tokens - self.record["profiled"])
-        layers = tuple(_longer(layer, ratio) for layer in profile.layers)
-        scaled = offload.Profile(layers, profile.loss_s * ratio, profile.other_s, profile.loss_bytes + max(0, more))
+        more = max(0, 4 * model.wide_bytes * (tokens - self.record["profiled"]))
+        others = {"loss_s": profile.loss_s * ratio, "loss_bytes": profile.loss_bytes + more}
+        scaled = profile.with_layers(lambda layer: _longer(layer, ratio), **others)
         budget = scaled.saved_bytes
         if self.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(self.device)
@@ -223,13 +216,8 @@ class Benchmark:
             budget = free + cached - MARGIN
         plan = offload.plan(scaled, budget, offload.Link(**self.record["link"]), max_host_bytes=self.host)
         print(plan, flush=True)
-        row |= {
-            "budget_bytes": budget,
-            "predicted_s": plan.step_s,
-            "predicted_peak_bytes": plan.peak_bytes,
-            "planned_host_bytes": plan.host_bytes,
-            "recompute_s": plan.recompute_s,
-        }
+        row |= {"budget_bytes": budget, "predicted_s": plan.step_s, "predicted_peak_bytes": plan.peak_bytes}
+        row |= {"planned_host_bytes": plan.host_bytes, "recompute_s": plan.recompute_s}
         return plan
 
     # A limit of device memory.
@@ -238,14 +226,19 @@ class Benchmark:
         """The longest context, found by trying."""
         way, limit = row["way"], row["limit_bytes"]
         on_host = way in ("streamed", "lora")
-        self._model = None
+        vars(self).pop("model", None)
         give_memory_back(self.device)
-        model = Long(self.device, small=self.small, adapters=way == "lora", gradients=not on_host)
-        with self._limited_to(model, way, limit):
-            with ExitStack() as stack:
-                if self.device.type == "cuda":
-                    stack.enter_context(in_blocks())
-                lengths = self._lengths(model, way, limit)
+        model = Long(self.device, small=self.small, on_host=on_host, adapters=way == "lora")
+        with ExitStack() as stack:
+            stack.enter_context(offload.use_chunked_loss(model.model, chunk_tokens=1024))
+            if on_host:
+                stack.enter_context(offload.stream_weights(model.layers, self.device))
+            give_memory_back(self.device)
+            stack.enter_context(device_limit(self.device, limit))
+            model.use(GRAIN)
+            stack.enter_context(self._trained(model, way, SMALL_TILE))
+            lengths = self._lengths(model, way, limit)
+            with in_blocks() if self.device.type == "cuda" else nullcontext():
                 row |= search(lambda tokens: self._try(model, tokens), lengths, self.seconds)
             if row["longest_tokens"] and self.device.type == "cuda":
                 self._in_whole(model, row, lengths)
@@ -275,60 +268,27 @@ class Benchmark:
             return Lengths(limit, 16, 16, most=32)
         most = 1 << 20
         if way == "hf_offload":  # each tensor takes a power of two of pinned memory
-            most = 1 << int(math.log2(self.host // len(model.layers) // (model.width * 2)))
+            most = 1 << int(math.log2(self.host // len(model.layers) // model.wide_bytes))
         return Lengths(limit, 1024, 1024, most) if way == "nothing" else Lengths(limit, 2 * SMALL_TILE, GRAIN, most)
-
-    @contextmanager
-    def _limited_to(self, model: Long, way: str, limit: int) -> Iterator[None]:
-        """Train in this way in so much memory."""
-        with ExitStack() as stack:
-            stack.enter_context(offload.use_chunked_loss(model.model, chunk_tokens=1024))
-            if way in ("streamed", "lora"):
-                stack.enter_context(offload.stream_weights(model.layers, self.device))
-            give_memory_back(self.device)
-            stack.enter_context(device_limit(self.device, limit))
-            model.use(GRAIN)
-            if way in ("streamed", "lora", "inputs"):
-                stack.enter_context(offload.tile_mlp(model.layers, model.tile(SMALL_TILE)))
-                options: dict[str, Any] = {"min_bytes": self.min_bytes, "max_host_bytes": self.host}
-                if way == "inputs":
-                    stack.enter_context(model.checkpointing())
-                else:
-                    options["policies"] = {"*": "recompute"}
-                stack.enter_context(offload.offload_layers(model.layers, len(model.layers) - 2, **options))
-            elif way == "hf_offload" and self.device.type == "cpu":  # which has no pinned memory
-                stack.enter_context(save_on_cpu())
-                stack.enter_context(model.checkpointing())
-            elif way != "nothing":
-                stack.enter_context(model.checkpointing(on_host=way == "hf_offload"))
-            yield
 
     def _try(self, model: Long, tokens: int) -> Row | None:
         """What a step takes, or ``None`` if there is not enough memory."""
         model.use(tokens)
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        reset_peak(self.device)
+        self._empty_cache()
         try:
-            step_s = timed(model.step, self.device)
+            found = self._measured(model)
         except (torch.OutOfMemoryError, offload.HostMemoryError) as error:
             print(f"  {tokens} tokens: {str(error)[:160]}", flush=True)
             return None
-        print(f"  {tokens} tokens in {step_s:.1f} s", flush=True)
-        return self._memory() | {"step_s": step_s, "tokens_per_s": tokens / step_s}
+        print(f"  {tokens} tokens in {found['step_s']:.1f} s", flush=True)
+        return found
 
-    # Both.
-
-    def _whole(self) -> Long:
-        """The model with all its weights and gradients on the device, made once."""
-        if self._model is None:
-            self._model = Long(self.device, small=self.small)
-        return self._model
-
-    def _memory(self) -> Row:
-        """The most device memory, and what PyTorch has pinned."""
-        found: Row = {"peak_bytes": peak_bytes(self.device), "pinned_by_torch_bytes": pinned_by_torch(self.device)}
+    def _measured(self, model: Long) -> Row:
+        """A step's seconds, the most device memory, and what PyTorch has pinned."""
+        reset_peak(self.device)
+        step_s = timed(model.step, self.device)
+        found: Row = {"step_s": step_s, "tokens_per_s": model.tokens.numel() / step_s}
+        found |= {"peak_bytes": peak_bytes(self.device), "pinned_by_torch_bytes": pinned_by_torch(self.device)}
         if self.device.type == "cuda":
             found["peak_reserved_bytes"] = torch.cuda.max_memory_reserved(self.device)
         return found
