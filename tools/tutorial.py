@@ -20,7 +20,6 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,6 @@ ON_A_CPU = (
 )
 """As the first tutorial prints at its beginning."""
 
-CellCallback = Callable[[int], None]  # called with the index of a cell
-
 
 class _ThisPythonKernel(AsyncKernelManager):
     """A kernel in this interpreter; an installed kernel spec of the same name may belong to another one."""
@@ -53,14 +50,29 @@ class _ThisPythonKernel(AsyncKernelManager):
 
 
 class _CheckedNotebook(NotebookClient):
-    """Runs checks after cells: ``checks`` is their code, by the cells' ids."""
+    """Runs checks after cells, ``checks`` by the cells' ids; of a notebook with a ``name``, it says how far it is."""
 
     checks: dict[str, str]
+    name: str = ""
+    heading: str = ""
+    number: int = 0
 
     async def async_execute_cell(self, cell: nbformat.NotebookNode, *arguments: Any, **options: Any) -> Any:
+        if cell.cell_type == "markdown":
+            lines = [line for line in cell.source.splitlines() if line.startswith("#")]
+            self.heading = lines[-1].lstrip("# ") if lines else self.heading
+        if cell.cell_type != "code" or not cell.source.strip():
+            return cell
+        self.number += 1
+        begin_s = time.monotonic()
+        if self.name:
+            total = sum(one.cell_type == "code" and bool(one.source.strip()) for one in self.nb.cells)
+            print(f"{self.name}, {self.number} of {total}: {self.heading} ... ", end="", flush=True)
         cell = await super().async_execute_cell(cell, *arguments, **options)
-        if cell.cell_type == "code":  # a progress bar that is over has left blanks
-            cell.outputs = [one for one in cell.outputs if one.output_type != "stream" or one.text.strip()]
+        if self.name:
+            print(f"{time.monotonic() - begin_s:.1f} s", flush=True)
+        # A progress bar that is over has left blanks.
+        cell.outputs = [one for one in cell.outputs if one.output_type != "stream" or one.text.strip()]
         if cell.id in self.checks:
             code = self.checks[cell.id]
             reply = await self.kc.execute(code, silent=True, reply=True)  # silent: not counted as a cell
@@ -79,12 +91,7 @@ def checks_of(path: Path) -> dict[str, str]:
 
 
 def execute(
-    path: Path,
-    *,
-    env: dict[str, str] | None = None,
-    cell_timeout_s: int | None = None,
-    on_cell_start: CellCallback | None = None,
-    on_cell_end: CellCallback | None = None,
+    path: Path, *, env: dict[str, str] | None = None, cell_timeout_s: int | None = None, says: bool = False
 ) -> nbformat.NotebookNode:
     """Execute a notebook in its own folder, with its checks, and return it with the outputs; the file stays as it is.
 
@@ -92,8 +99,7 @@ def execute(
         path: The notebook.
         env: Variables to set for the notebook, on top of this process's.
         cell_timeout_s: Seconds that one cell may take; None for no limit.
-        on_cell_start: Called with the index of a code cell before it runs.
-        on_cell_end: Called in the same way after it ran.
+        says: Print a line for each cell: its number, its heading and its seconds.
 
     Raises:
         CellExecutionError: If a cell raises, or what is checked after it; the message shows the code and the traceback.
@@ -111,47 +117,9 @@ def execute(
         record_timing=False,  # would be a difference in every cell of a committed notebook
         shutdown_kernel="immediate",  # taking apart what it has imported takes seconds
         coalesce_streams=True,  # a progress bar leaves what a terminal would show in the end
-        on_cell_execute=on_cell_start and (lambda cell_index, **_: on_cell_start(cell_index)),
-        on_cell_executed=on_cell_end and (lambda cell_index, **_: on_cell_end(cell_index)),
     )
-    client.checks = checks
+    client.checks, client.name = checks, path.name if says else ""
     return client.execute(env={**os.environ, **(env or {})})
-
-
-def _headings(notebook: nbformat.NotebookNode) -> list[str]:
-    """For each cell, the heading it stands under."""
-    headings, current = [], ""
-    for cell in notebook.cells:
-        if cell.cell_type == "markdown":
-            lines = [line for line in cell.source.splitlines() if line.startswith("#")]
-            current = lines[-1].lstrip("# ") if lines else current
-        headings.append(current)
-    return headings
-
-
-def _execute_and_say(path: Path, result: Path) -> nbformat.NotebookNode:
-    """Execute a notebook, with a line for each cell: its number, its seconds and its heading."""
-    notebook = nbformat.read(path, as_version=4)
-    headings = _headings(notebook)
-    # nbclient passes over empty cells without a call.
-    total = sum(cell.cell_type == "code" and bool(cell.source.strip()) for cell in notebook.cells)
-    began_s: list[float] = []
-
-    def start(index: int) -> None:
-        began_s.append(time.monotonic())
-        print(f"{path.name}, {len(began_s)} of {total}: {headings[index]} ... ", end="", flush=True)
-
-    def end(_index: int) -> None:
-        print(f"{time.monotonic() - began_s[-1]:.1f} s", flush=True)
-
-    return execute(path, env={"OFFLOAD_TUTORIAL_RESULT": str(result)}, on_cell_start=start, on_cell_end=end)
-
-
-def _to_html(notebook: nbformat.NotebookNode, title: str) -> str:
-    """One page that needs nothing from the network, so formulas in TeX stay as they are written."""
-    exporter = HTMLExporter(embed_images=True, require_js_url="", mathjax_url="")
-    html, _ = exporter.from_notebook_node(notebook, resources={"metadata": {"name": title}})
-    return html
 
 
 def main() -> int:
@@ -165,7 +133,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         try:
-            notebook = _execute_and_say(arguments.notebook, result)
+            notebook = execute(arguments.notebook, env={"OFFLOAD_TUTORIAL_RESULT": str(result)}, says=True)
         except CellExecutionError as error:
             print(error, file=sys.stderr)
             return 1
@@ -179,7 +147,10 @@ def main() -> int:
 
     page = arguments.output / arguments.notebook.with_suffix(".html").name
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(_to_html(notebook, arguments.notebook.stem), encoding="utf-8")
+    # It needs nothing from the network, so formulas in TeX stay as they are written.
+    exporter = HTMLExporter(embed_images=True, require_js_url="", mathjax_url="")
+    html, _ = exporter.from_notebook_node(notebook, resources={"metadata": {"name": arguments.notebook.stem}})
+    page.write_text(html, encoding="utf-8")
     print(tabulate(rows, headers="keys", floatfmt=".4g"))
     if not torch.accelerator.is_available():
         print(textwrap.fill(ON_A_CPU, 100))
