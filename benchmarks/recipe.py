@@ -23,7 +23,6 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -79,13 +78,6 @@ class Deep(Training):
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
 
 
-def step(model: Training) -> None:
-    """As a training loop has it, without clipping."""
-    model.loss().backward()
-    model.optimizer.step()
-    model.optimizer.zero_grad()
-
-
 def budget_of(budget_gib: float, *, small: bool) -> int:
     """In bytes."""
     return round(budget_gib * (SMALL_BUDGET if small else GIB))
@@ -101,34 +93,43 @@ def model_of(arguments: argparse.Namespace, device: torch.device) -> Training:
     return Deep(device, tokens, arguments.layers, small=small, on_host=on_host)
 
 
-@contextlib.contextmanager
-def by_hand(model: Training, recipe: Recipe, budget: int, device: torch.device, min_bytes: int) -> Iterator[None]:
-    """A recipe put together by the calls for its parts; activations have what the rest leaves of nine tenths."""
-    training = bytes_of(model.module, model.layers)
-    held = training.held_bytes(recipe) + training.gradient_bytes(recipe)
+def by_hand(model: Training, recipe: Recipe, left: int, device: torch.device, **options: Any) -> contextlib.ExitStack:
+    """A recipe put together by the calls for its parts; activations have what is ``left``."""
     with contextlib.ExitStack() as stack:
         if recipe.weights == "streamed":
             stack.enter_context(offload.stream_weights(model.layers, device))
             model.module.to(device)
         consumed = recipe.gradients == "consumed"
+        resident = {"resident_bytes": "1TiB" if recipe.optimizer == "resident" else 0, "state_dtype": torch.float32}
         stack.enter_context(
-            offload.stream_optimizer(
-                model.optimizer,
-                state_dtype=torch.float32,
-                resident_bytes="1TiB" if recipe.optimizer == "resident" else 0,
-                in_backward=consumed,
-                consume_gradients=consumed,
-            )
+            offload.stream_optimizer(model.optimizer, in_backward=consumed, consume_gradients=consumed, **resident)
         )
-        left = int(0.9 * budget) - held
-        stack.enter_context(offload.offload_layers(model.layers, memory_budget=left, min_bytes=min_bytes))
-        yield
+        stack.enter_context(offload.offload_layers(model.layers, memory_budget=left, **options))
+        return stack.pop_all()
 
 
 def bytes_of(module: nn.Module, layers: list[nn.Module]) -> TrainingBytes:
     """What a model's training has, with AdamW's moments in float32."""
     own = [list(layer.parameters()) for layer in layers]
     return TrainingBytes.of(list(module.parameters()), own, lambda one: 8 * one.numel(), NUM_SLOTS * CHUNK_BYTES)
+
+
+def trained(model: Training, arguments: argparse.Namespace, budget: int, device: torch.device) -> Any:
+    """In what the model is trained: within the budget by one line or by hand, or with everything on the device."""
+    options: dict[str, Any] = {"min_bytes": 1 if arguments.small else 1 << 21}
+    if not budget:
+        stack = contextlib.ExitStack()
+        stack.enter_context(model.checkpointing())
+        resident = offload.stream_optimizer(model.optimizer, resident_bytes="1TiB", state_dtype=torch.float32)
+        stack.enter_context(resident)
+        return stack
+    if arguments.recipe is not None:
+        recipe, training = RECIPES[arguments.recipe], bytes_of(model.module, model.layers)
+        held = training.held_bytes(recipe) + training.gradient_bytes(recipe)
+        return by_hand(model, recipe, int(0.9 * budget) - held, device, **options)
+    options |= {"layers": "model.layers", "step_in_backward": True, "state_dtype": torch.float32}
+    host = budget_of(arguments.host, small=arguments.small)
+    return offload.prepare(model.module, model.optimizer, budget, host, **options)
 
 
 def measure(arguments: argparse.Namespace) -> Row:
@@ -140,70 +141,52 @@ def measure(arguments: argparse.Namespace) -> Row:
         limit_memory(device, budget)
     model = model_of(arguments, device)
     row["parameters"] = sum(one.numel() for one in model.module.parameters())
-    options: dict[str, Any] = {"state_dtype": torch.float32}
-    min_bytes = 1 if small else 1 << 21
+
+    def step() -> None:
+        model.loss().backward()
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+
     made_s = time.perf_counter()
-    prepared = None
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        if arguments.in_blocks:
-            stack.enter_context(in_blocks())
-        if not budget:
-            stack.enter_context(model.checkpointing())
-            stack.enter_context(offload.stream_optimizer(model.optimizer, resident_bytes="1TiB", **options))
-        elif arguments.recipe is not None:
-            recipe = RECIPES[arguments.recipe]
-            stack.enter_context(by_hand(model, recipe, budget, device, min_bytes))
-            row["recipe"] = str(recipe)
-        else:
-            prepared = stack.enter_context(
-                offload.prepare(
-                    model.module,
-                    model.optimizer,
-                    budget,
-                    budget_of(arguments.host, small=small),
-                    layers="model.layers",
-                    step_in_backward=True,
-                    min_bytes=min_bytes,
-                    **options,
-                )
-            )
-            print("before any step:", prepared.plan, sep="\n", file=sys.stderr, flush=True)
+    attention = in_blocks() if arguments.in_blocks else contextlib.nullcontext()
+    with warnings.catch_warnings(), attention, trained(model, arguments, budget, device) as handle:
         row["prepared_s"] = time.perf_counter() - made_s
+        prepared = isinstance(handle, offload.PreparedTraining)
+        if prepared:
+            print("before any step:", handle.plan, sep="\n", file=sys.stderr, flush=True)
         end = begin + arguments.seconds
         row["steps_before"], last_s = 0, 0.0
         least, most = (LEAST_UNTIL_SETTLED, arguments.until_settled) if budget else (1, 2)
         while row["steps_before"] < most:
             if row["steps_before"] >= least and time.perf_counter() + STEPS * last_s > end:
                 break
-            last_s = timed(lambda: step(model), device)
+            last_s = timed(step, device)
             row["steps_before"] += 1
             print(f"step {row['steps_before']}: {last_s:.2f} s", file=sys.stderr, flush=True)
         reset_peak(device)
         row["times_s"] = []
         while len(row["times_s"]) < STEPS and (not row["times_s"] or time.perf_counter() + last_s < end):
-            row["times_s"].append(timed(lambda: step(model), device))
+            row["times_s"].append(timed(step, device))
         row["step_s"] = statistics.median(row["times_s"])
-        row["tokens_per_s"] = tokens / row["step_s"]
-        row["peak_bytes"] = peak_bytes(device)
-        row["pinned_bytes"] = pinned_by_torch(device)
-        if prepared is not None:
-            describe(prepared, row)
-        row["seconds"] = time.perf_counter() - begin
-    return row
+        row |= {"tokens_per_s": tokens / row["step_s"], "peak_bytes": peak_bytes(device)}
+        row |= described(handle) if prepared else {"pinned_bytes": pinned_by_torch(device)}
+    return row | {"seconds": time.perf_counter() - begin}
 
 
-def describe(prepared: offload.PreparedTraining, row: Row) -> None:
+def described(prepared: offload.PreparedTraining) -> Row:
     """What was chosen, and what was predicted."""
     plan, stats = prepared.plan, prepared.stats()
-    chosen = plan.chosen
-    row |= {"recipe": str(prepared.recipe), "predicted_s": chosen.step_s, "table": str(plan)}
-    row |= {"state_bytes": list(chosen.state_bytes), "activations": repr(prepared.activations)}
-    row |= {"predicted_peak_bytes": chosen.device_bytes, "predicted_host_bytes": chosen.host_bytes}
-    row["pinned_bytes"] = stats["activations"].pinned_bytes
-    weights = stats.get("weights")
-    if weights is not None:
-        row["pinned_bytes"] += weights.weight_bytes
+    chosen, weights = plan.chosen, stats.get("weights")
+    return {
+        "recipe": str(prepared.recipe),
+        "table": str(plan),
+        "state_bytes": list(chosen.state_bytes),
+        "activations": repr(prepared.activations),
+        "predicted_s": chosen.step_s,
+        "predicted_peak_bytes": chosen.device_bytes,
+        "predicted_host_bytes": chosen.host_bytes,
+        "pinned_bytes": stats["activations"].pinned_bytes + (weights.weight_bytes if weights else 0),
+    }
 
 
 def run(arguments: argparse.Namespace, budget_gib: float, tokens: int, *more: str) -> Row:
@@ -212,16 +195,9 @@ def run(arguments: argparse.Namespace, budget_gib: float, tokens: int, *more: st
     command += ["--until-settled", str(arguments.until_settled), "--seconds", str(arguments.seconds)]
     command += ["--host", str(arguments.host), *(["--small"] if arguments.small else []), *more]
     row: Row = {"tokens": tokens, "budget_bytes": budget_of(budget_gib, small=arguments.small)}
-    most_s = 2 * arguments.seconds
+    most_s, env = 2 * arguments.seconds, os.environ | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=most_s,
-            env=os.environ | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
-        )
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=most_s, env=env)
         lines, said = done.stdout.splitlines(), done.stderr
         if done.returncode or not lines:
             row["error"] = (said.strip().splitlines() or ["nothing was printed"])[-1]
