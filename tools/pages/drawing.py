@@ -107,16 +107,10 @@ def label_axes(ax: Axes, x: str, y: str = "", title: str = "") -> None:
     ax.set_title(title, color=INK, loc="left", fontsize=11)
 
 
-def texts(svg: Path) -> list[tuple[str, float, float]]:
-    """Every text in a figure with its position in points: what a figure says, whatever drew its lines."""
-    found = re.findall(r"<text[^>]*[\s(](-?[\d.]+) (-?[\d.]+)\)\">([^<]*)</text>", svg.read_text("utf-8"))
-    return [(text, float(x), float(y)) for x, y, text in found]
-
-
-def marks(svg: Path) -> list[tuple[str, float, float]]:
-    """Where a figure's markers are, in points: its measured values, most of which no text names."""
-    found = re.findall(r'<use [^>]*\sx="(-?[\d.]+)" y="(-?[\d.]+)"', svg.read_text("utf-8"))
-    return [("", float(x), float(y)) for x, y in found]
+TEXT = r"<text[^>]*[\s(](-?[\d.]+) (-?[\d.]+)\)\">([^<]*)</text>"
+"""With its position in points: what a figure says, whatever drew its lines."""
+MARK = r'<use [^>]*\sx="(-?[\d.]+)" y="(-?[\d.]+)"()'
+"""The same of a figure's markers: its measured values, most of which no text names."""
 
 
 def is_up_to_date(committed: Path, drawn: Path, tolerance: float = 4.0) -> bool:
@@ -124,8 +118,12 @@ def is_up_to_date(committed: Path, drawn: Path, tolerance: float = 4.0) -> bool:
     if not committed.exists():
         return False
 
-    def alike(find: Callable[[Path], list[tuple[str, float, float]]], within: float) -> bool:
-        pairs = zip_longest(find(committed), find(drawn), fillvalue=("missing", math.inf, math.inf))
+    def found(pattern: str, svg: Path) -> list[tuple[str, float, float]]:
+        return [(text, float(x), float(y)) for x, y, text in re.findall(pattern, svg.read_text("utf-8"))]
+
+    def alike(pattern: str, within: float) -> bool:
+        missing = ("missing", math.inf, math.inf)
+        pairs = zip_longest(found(pattern, committed), found(pattern, drawn), fillvalue=missing)
         return all(a == b and math.dist(at_a, at_b) <= within for (a, *at_a), (b, *at_b) in pairs)
 
-    return bool(texts(committed)) and alike(texts, tolerance) and alike(marks, tolerance / 4)
+    return bool(found(TEXT, committed)) and alike(TEXT, tolerance) and alike(MARK, tolerance / 4)

@@ -10,7 +10,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from blocks import PICTURES
-from drawing import NARROW_INCHES, WIDE_INCHES, Maker, plotted, put_key, put_title
+from drawing import NARROW_INCHES, WIDE_INCHES, label_axes, plotted, put_key, put_title
 from matplotlib.patches import FancyBboxPatch, Rectangle
 from page_text import GIB
 
@@ -62,8 +62,7 @@ def links_figure(*, narrow: bool) -> Figure:
     ax.set_xlim(0, 18.4)
     ax.set_ylim(0.9, None)
     ax.set_yticks((1, 2, 3, 4), ("1 ×", "2 ×", "3 ×", "4 ×"))
-    ax.set_xlabel("layers offloaded, of 20", color=INK, fontsize=9)
-    ax.set_ylabel("step", color=INK, fontsize=9)
+    label_axes(ax, "layers offloaded, of 20", "step")
     put_title(figure, "simulated, not measured: what each link carries", narrow=narrow)
     if narrow:
         put_key(figure, 1)
@@ -157,17 +156,8 @@ def _arrow(ax: Axes, source: tuple[float, float], target: tuple[float, float], n
     style = {"arrowstyle": "-|>", "color": INK, "linewidth": 1.1, "shrinkA": 0, "shrinkB": 0}
     ax.annotate("", xy=(to_x, to_y), xytext=(from_x, from_y), arrowprops=style)
     middle = ((from_x + to_x) / 2, (from_y + to_y) / 2)
-    ax.annotate(
-        number,
-        middle,
-        xytext=(9 if middle[0] > 4 else -9, 0),
-        textcoords="offset points",
-        color=INK,
-        fontsize=9,
-        weight="bold",
-        ha="center",
-        va="center_baseline",
-    )
+    beside: dict[str, Any] = {"xytext": (9 if middle[0] > 4 else -9, 0), "textcoords": "offset points"}
+    ax.annotate(number, middle, color=INK, fontsize=9, weight="bold", ha="center", va="center_baseline", **beside)
 
 
 # What device and host memory hold in each state.
@@ -193,34 +183,29 @@ def states_figure(*, narrow: bool) -> Figure:
     for state, (x, y) in corner.items():
         shape = "round,pad=0,rounding_size=0.12"
         ax.add_patch(FancyBboxPatch((x, y), width, 0.6, shape, facecolor="none", edgecolor=INK, linewidth=1.4))
-        _centered(ax, x + width / 2, y + 0.3, state.name, INK, 9.0, "bold")
+        _put(ax, x + width / 2, y + 0.3, state.name, weight="bold")
         for held, color, (right, up) in zip(MEMORY[state], ("forward", "offload"), (device_at, host_at), strict=True):
             _draw_memory(ax, x + right, y + up, 1.35 if narrow else width, held, COLORS[color])
     first_x, first_y = corner[OffloadState.RESIDENT]
     for name, (right, up) in (("device", device_at), ("host", host_at)):
         if narrow:
-            _centered(ax, first_x + right + 0.68, first_y + 0.8, name, INK, 9.0)
+            _put(ax, first_x + right + 0.68, first_y + 0.8, name)
         else:
-            ax.text(first_x - 0.15, first_y + up + 0.2, name, color=INK, fontsize=9, ha="right", va="center_baseline")
+            _put(ax, first_x - 0.15, first_y + up + 0.2, name, ha="right")
+    style = {"arrowstyle": "-|>", "color": INK, "linewidth": 1.2, "shrinkA": 2, "shrinkB": 2}
     for verb, (source, target) in zip(VERBS, pairwise(OffloadState), strict=True):
         (from_x, from_y), (to_x, to_y) = corner[source], corner[target]
-        style = {"arrowstyle": "-|>", "color": INK, "linewidth": 1.2, "shrinkA": 2, "shrinkB": 2}
         if narrow:
             start, end = (from_x + width / 2, from_y), (to_x + width / 2, to_y + 0.6)
-            place: dict[str, Any] = {"ha": "left", "va": "center"}
-            ax.text(start[0] + 0.1, (start[1] + end[1]) / 2, verb.replace("_", " "), color=INK, fontsize=8.5, **place)
+            label = verb.replace("_", " ")
+            _put(ax, start[0] + 0.1, (start[1] + end[1]) / 2, label, fontsize=8.5, ha="left", va="center")
         else:
             start, end = (from_x + width, from_y + 0.3), (to_x, to_y + 0.3)
-            place = {"ha": "center", "va": "bottom"}
             label = verb.replace("_", "\n")
-            ax.text((start[0] + end[0]) / 2, start[1] + 0.12, label, color=INK, fontsize=8.5, **place)
+            _put(ax, (start[0] + end[0]) / 2, start[1] + 0.12, label, fontsize=8.5, va="bottom")
         ax.annotate("", xy=end, xytext=start, arrowprops=style)
-    if narrow:
-        ax.set_xlim(-0.05, 4.65)
-        ax.set_ylim(1.1 + 3 * down, 2.15)
-    else:
-        ax.set_xlim(-0.8, 3 * across + width + 0.05)
-        ax.set_ylim(-0.05, 2.3)
+    ax.set_xlim(*((-0.05, 4.65) if narrow else (-0.8, 3 * across + width + 0.05)))
+    ax.set_ylim(*((1.1 + 3 * down, 2.15) if narrow else (-0.05, 2.3)))
     return figure
 
 
@@ -229,14 +214,15 @@ def _draw_memory(ax: Axes, x: float, y: float, width: float, holds: str, color: 
     edge, dashes = (INK, (0.0, (2.0, 2.0))) if holds == "free" else (color, (0.0, ()))
     box = Rectangle((x, y), width, 0.4, facecolor=face, edgecolor=edge, linestyle=dashes, linewidth=1.4)
     ax.add_patch(box)
-    _centered(ax, x + width / 2, y + 0.2, holds, text_color(color) if holds == "held" else INK, 8.5)
+    _put(ax, x + width / 2, y + 0.2, holds, color=text_color(color) if holds == "held" else INK, fontsize=8.5)
 
 
-def _centered(ax: Axes, x: float, y: float, text: str, color: str, size: float, weight: str = "normal") -> None:
-    ax.text(x, y, text, color=color, fontsize=size, weight=weight, ha="center", va="center_baseline")
+def _put(ax: Axes, x: float, y: float, text: str, **look: Any) -> None:
+    """A text at its middle, unless told otherwise."""
+    ax.text(x, y, text, **{"color": INK, "fontsize": 9, "ha": "center", "va": "center_baseline", **look})
 
 
-FIGURES: dict[str, Maker] = {
+for figure_name, maker in {
     "schedule_2_of_5": partial(schedule_figure, 2, 5, "2 of 5 layers offloaded: the copies hide behind compute"),
     "schedule_3_of_5": partial(schedule_figure, 3, 5, "3 of 5 layers offloaded: compute waits for releases"),
     "links": links_figure,
@@ -253,7 +239,5 @@ FIGURES: dict[str, Maker] = {
     "declared": declared_figure,
     "streams": streams_figure,
     "states": states_figure,
-}
-
-
-PICTURES.update({Path(f"docs/_static/figures/{name}.svg"): make for name, make in FIGURES.items()})
+}.items():
+    PICTURES[Path(f"docs/_static/figures/{figure_name}.svg")] = maker

@@ -132,12 +132,11 @@ def lora_longest(_page: Path) -> str:
 
 def longest_said() -> str:
     """The picture in words."""
-    said = "; ".join(
-        f"{nbytes / GIB:.0f} GiB: "
-        + ", ".join(f"{LIMITED[way][0]} {row.get('longest_tokens', 0):,}" for way, row in ways.items())
-        for nbytes, ways in longest().items()
-    )
-    return f"Bars of the longest context in tokens, by device memory. {said}."
+    said = []
+    for nbytes, ways in longest().items():
+        some = ", ".join(f"{LIMITED[way][0]} {row.get('longest_tokens', 0):,}" for way, row in ways.items())
+        said.append(f"{nbytes / GIB:.0f} GiB: {some}")
+    return f"Bars of the longest context in tokens, by device memory. {'; '.join(said)}."
 
 
 def draw_longest(*, narrow: bool = False) -> Figure:
@@ -147,10 +146,8 @@ def draw_longest(*, narrow: bool = False) -> Figure:
     ax = figure.subplots()
     names = [f"{name}, {nbytes / GIB:.0f} GiB" for nbytes, name, _, _ in bars]
     lengths = [row.get("longest_tokens", 0) / 1024 for *_, row in bars]
-    said = [
-        f"{'≥' if length and _is_open(row) else ''}{length:.0f}"
-        for length, (*_, row) in zip(lengths, bars, strict=True)
-    ]
+    opens = ["≥" if length and _is_open(row) else "" for length, (*_, row) in zip(lengths, bars, strict=True)]
+    said = [f"{sign}{length:.0f}" for sign, length in zip(opens, lengths, strict=True)]
     draw_bars(ax, names, lengths, [color for _, _, color, _ in bars], said, room=1.2)
     ax.invert_yaxis()
     label_axes(ax, "longest context, K tokens")

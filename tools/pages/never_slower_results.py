@@ -66,9 +66,8 @@ def never_slower_table(_page: Path) -> str:
         kept = f"{ms(nothing['step_s'])} ms, {gib1(nothing['peak_bytes'])} GiB"
         cells_of = {column: ratios.get(column, "") for column in columns}
         shown.append({"model": name, **cells_of, "nothing offloaded": kept})
-    meanwhile = f" Meanwhile {record['meanwhile']}." if "meanwhile" in record else ""
     said = where(record, rows, by_row=False) + _counts(found) + _bits(rows)
-    return f"{said}\n\n{markdown_table(shown, left=1)}\n\n{_unsteady(rows)}{meanwhile}\n"
+    return f"{said}\n\n{markdown_table(shown, left=1)}\n\n{_unsteady(rows)}\n"
 
 
 def _counts(found: list[Row]) -> str:

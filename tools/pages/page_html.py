@@ -45,22 +45,28 @@ SIGNATURE_LINES = re.compile(r"<dl>\n(?P<lines>(?:<dd>.*</dd>\n)+)</dl>")
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Connects what is defined below."""
-    app.connect("doctree-read", describe_pictures)
-    app.connect("doctree-read", fold_code)
+    app.connect("doctree-read", finish_notebook)
     app.connect("env-updated", add_narrow_drawings)
     app.connect("html-page-context", mend_page, priority=900)  # after Furo has made its navigation
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 
-def describe_pictures(app: Sphinx, doctree: nodes.document) -> None:
-    """Give the pictures of a notebook the texts that its cells have for them."""
+def finish_notebook(app: Sphinx, doctree: nodes.document) -> None:
+    """Give the pictures of a notebook the texts that its cells have for them, and fold the code of cells with the tag.
+
+    A fold is a box that opens when it is asked for.
+    """
     path = Path(app.env.doc2path(app.env.docname))
     if path.suffix != ".ipynb":
         return
+    cells = [cell for cell in json.loads(path.read_text("utf-8"))["cells"] if cell["cell_type"] == "code"]
+    texts = [text for cell in cells for text in cell["metadata"].get("alt", [])]
     shown = [node for node in doctree.findall(nodes.image) if f"_{path.stem}_" in Path(node["uri"]).name]
-    texts = picture_texts(path)
+    code = [node for node in doctree.findall(nodes.container) if "nbinput" in node["classes"]]
     if len(shown) != len(texts):
         raise ValueError(f"{path.name}: its cells must have a text in 'alt' for each of {len(shown)}, got {len(texts)}")
+    if len(code) != len(cells):
+        raise ValueError(f"{path.name}: none of {len(cells)} cells of code must be empty, got {len(code)} with code")
     for node, text in zip(shown, texts, strict=True):
         node["alt"] = text
         with (Path(app.srcdir) / node["uri"].removeprefix("/")).open("rb") as file:
@@ -69,30 +75,12 @@ def describe_pictures(app: Sphinx, doctree: nodes.document) -> None:
             node["classes"].append("as-drawn")
         if width <= PHONE_PX:
             node["classes"].append("fits-phones")
-
-
-def fold_code(app: Sphinx, doctree: nodes.document) -> None:
-    """Put the code of those cells of a notebook that have the tag into a box that opens when it is asked for."""
-    path = Path(app.env.doc2path(app.env.docname))
-    if path.suffix != ".ipynb":
-        return
-    cells = [cell for cell in json.loads(path.read_text("utf-8"))["cells"] if cell["cell_type"] == "code"]
-    code = [node for node in doctree.findall(nodes.container) if "nbinput" in node["classes"]]
-    if len(code) != len(cells):
-        raise ValueError(
-            f"{path.name}: none of its {len(cells)} cells of code must be empty, got {len(code)} with code"
-        )
     for node, cell in zip(code, cells, strict=True):
         if FOLDED in cell["metadata"].get("tags", ()):
             at = node.parent.index(node)
             node.parent.insert(at + 1, nodes.raw("", "</details>", format="html"))
             title = html.escape(cell["metadata"].get("fold", FOLD_TITLE))
             node.parent.insert(at, nodes.raw("", FOLD.format(title), format="html"))
-
-
-def picture_texts(path: Path) -> list[str]:
-    """Of a notebook's cells, in their order."""
-    return [text for cell in json.loads(path.read_text("utf-8"))["cells"] for text in cell["metadata"].get("alt", [])]
 
 
 def add_narrow_drawings(app: Sphinx, env: Any) -> None:

@@ -1,9 +1,7 @@
 """What the planner says of a recorded profile and link, for the pages: from ``results/long_context.json``."""
 
 import json
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 from blocks import markdown_table, read, table
 from page_text import GB, torch_of
@@ -11,14 +9,6 @@ from page_text import GB, torch_of
 from offload.command_line.main import H200, RATES
 from offload.planning.plan import make_plan
 from offload.planning.profile import Link, Profile
-
-
-@cache
-def recorded() -> tuple[dict[str, Any], Profile, Link]:
-    """The record, its profile of Llama-3.1-8B's layers, and its link."""
-    record = read("long_context")
-    return record, Profile.from_json(json.dumps(record["profile"])), Link(**record["link"])
-
 
 SPEEDS = {
     "products, TFLOP/s": (RATES.flop_per_s / 1e12, 989.0),
@@ -42,13 +32,10 @@ def planner_speeds(_page: Path) -> str:
 @table("regions_plan")
 def regions_plan(_page: Path) -> str:
     """``print(plan)`` of a plan by region."""
-    _, profile, link = recorded()
+    record = read("long_context")
+    profile, link = Profile.from_json(json.dumps(record["profile"])), Link(**record["link"])
     budget, host = "24GiB", "40GiB"
     asked = f'plan(profile, memory_budget="{budget}", link=link, max_host_bytes="{host}")'
-    return _said(asked, str(make_plan(profile, memory_budget=budget, link=link, max_host_bytes=host)))
-
-
-def _said(asked: str, *lines: str) -> str:
-    record, _, _ = recorded()
+    plan = make_plan(profile, memory_budget=budget, link=link, max_host_bytes=host)
     where = f"{record['hardware']['gpu']}, {torch_of(record)}, Llama-3.1-8B's shape, {record['profiled']:,} tokens"
-    return f"{where}: `{asked}`\n\n```text\n" + "\n".join(lines) + "\n```\n"
+    return f"{where}: `{asked}`\n\n```text\n{plan}\n```\n"
