@@ -16,8 +16,8 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,8 +39,7 @@ AIM = 0.43
 """What the first rank's peak is planned to be, of that without offloading: a bit less than the half asked for."""
 
 
-@dataclass(frozen=True)
-class Model:
+class Model(NamedTuple):
     """Decoder blocks of one width, and the microbatch they get."""
 
     hidden: int
@@ -53,11 +52,8 @@ class Model:
     dtype: torch.dtype = torch.bfloat16
 
 
-MODELS = {
-    "4096": Model(4096, 11008, 32, layers=4, batch=2, tokens=4096),
-    "12288": Model(12288, 36864, 96, layers=4, batch=1, tokens=4096),
-}
-SMALL = {"small": Model(64, 172, 4, layers=2, batch=2, tokens=64, dtype=torch.float32)}
+MODELS = {"4096": Model(4096, 11008, 32, 4, 2, 4096), "12288": Model(12288, 36864, 96, 4, 1, 4096)}
+SMALL = {"small": Model(64, 172, 4, 2, 2, 64, torch.float32)}
 
 
 class Pipeline:
@@ -100,21 +96,6 @@ def _stage(model: Model, index: int, stages: int, layers: int, device: torch.dev
     return PipelineStage(nn.Sequential(*blocks), index, stages, device)
 
 
-@dataclass
-class Way:
-    """One way to run a step, and what this rank measured."""
-
-    name: str
-    plan: PipelinePlan | None = None
-    times_s: list[float] = field(default_factory=list)
-    peak_bytes: int = 0
-    stats: Row = field(default_factory=dict)
-
-    @property
-    def step_s(self) -> float:
-        return statistics.median(self.times_s)
-
-
 class Case:
     """One model under one schedule on this rank.
 
@@ -122,85 +103,81 @@ class Case:
     """
 
     def __init__(self, pipeline: Pipeline, link: Link, device: torch.device, min_bytes: int) -> None:
-        self._pipeline, self._link, self._device, self._min_bytes = pipeline, link, device, min_bytes
+        self._pipeline, self._device = pipeline, device
+        self._options: dict[str, Any] = {"link": link, "min_bytes": min_bytes, "device": device}
+        self._plan: PipelinePlan | None = None
 
     def measure(self, repeats: int) -> list[Row]:
         """This rank's rows."""
-        options = {"link": self._link, "min_bytes": self._min_bytes, "device": self._device}
-        with offload.pipelining.attach(self._pipeline.schedule, **options) as handle:
+        with offload.pipelining.attach(self._pipeline.schedule, **self._options) as handle:
             self._pipeline.step()  # which is measured, and warms up
             with deterministic():
                 self._pipeline.step()  # which plans, and offloads what is free
-        free, self.profile = handle.plan, handle.profile
-        if free is None or self.profile is None:
+        free, profile = handle.plan, handle.profile
+        if free is None or profile is None:
             raise RuntimeError("the second step did not plan; was the first one cut off?")
-        nothing, half = Way(NOTHING), Way(HALF)
+        link = self._options["link"]
+        self._options |= {"profile": profile, "parts": 1}
+        rank = {"rank": dist.get_rank()}
+        nothing: Row = rank | {"offload": NOTHING, "bit_identical": True, "peak_bytes": 0, "times_s": []}
+        half: Row = rank | {"offload": HALF, "peak_bytes": 0, "times_s": []}
         expected = [gradient.clone() for gradient in self._gradients(nothing)]
         self.time(nothing)
         # What is left for activation sets. Only the first rank's compute may wait for copies.
-        peak_bytes = round(AIM * from_first_rank(nothing.peak_bytes)) - max(
-            0, nothing.peak_bytes - free.peak_bytes_without
+        peak_bytes = round(AIM * from_first_rank(nothing["peak_bytes"])) - max(
+            0, nothing["peak_bytes"] - free.peak_bytes_without
         )
         budget = max(0 if dist.get_rank() == 0 else free.peak_bytes, peak_bytes)
-        half.plan = plan_pipeline(free.actions, self.profile, self._link, parts=free.parts, memory_budget=budget)
-        offload.reserve_host_memory(half.plan.host_bytes, self._device)
-        same = all(map(torch.equal, expected, self._gradients(half)))
+        plan = self._plan = plan_pipeline(free.actions, profile, link, parts=free.parts, memory_budget=budget)
+        offload.reserve_host_memory(plan.host_bytes, self._device)
+        half["bit_identical"] = all(map(torch.equal, expected, self._gradients(half)))
         self.time(half)
         for _ in range(repeats - 1):
             self.time(nothing)
             self.time(half)
-        return [self._row(nothing, nothing, True), self._row(half, nothing, same)]
+        for row in (nothing, half):
+            row["step_s"] = statistics.median(row["times_s"])
+        return [
+            nothing,
+            half
+            | {
+                "slowdown": half["step_s"] / nothing["step_s"] - 1,
+                "peak_saved": 1 - half["peak_bytes"] / nothing["peak_bytes"],
+                "offloaded_bytes": plan.offloaded_bytes,
+                "saved_bytes": plan.saved_bytes,
+                "actions": [repr(action) for action in plan.actions],
+                "parts": plan.parts,
+                "moves": written_moves(plan.schedule),
+                "profile": {stage: asdict(costs) for stage, costs in profile.items()},
+            },
+        ]
 
-    def _gradients(self, way: Way) -> list[torch.Tensor]:
-        with self._offloading(way.plan) as handle, deterministic():
+    def _gradients(self, row: Row) -> list[torch.Tensor]:
+        with self._offloading(row) as handle, deterministic():
             self._pipeline.step()
         if handle is not None:
             stats = handle.stats()
-            way.stats = {name: getattr(stats, name) for name in ("late_reloads", "wasted_bytes", "pinned_bytes")}
+            row |= {name: getattr(stats, name) for name in ("late_reloads", "wasted_bytes", "pinned_bytes")}
         return self._pipeline.gradients()
 
-    def time(self, way: Way) -> None:
+    def time(self, row: Row) -> None:
         """One step, from idle ranks to idle ranks: its seconds, and this rank's activation peak."""
-        with self._offloading(way.plan), offload.memory_meter(self._device) as meter:
+        with self._offloading(row), offload.memory_meter(self._device) as meter:
             meet(self._device)
             begin = time.perf_counter()
             self._pipeline.step()
             meet(self._device)
-            way.times_s.append(time.perf_counter() - begin)
-        way.peak_bytes = max(way.peak_bytes, meter.peak_bytes)
+            row["times_s"].append(time.perf_counter() - begin)
+        row["peak_bytes"] = max(row["peak_bytes"], meter.peak_bytes)
 
     @contextmanager
-    def _offloading(self, plan: PipelinePlan | None) -> Iterator[PipelineOffload | None]:
-        if plan is None:
+    def _offloading(self, row: Row) -> Iterator[PipelineOffload | None]:
+        if row["offload"] == NOTHING:
             yield None
             return
-        with offload.pipelining.attach(
-            self._pipeline.schedule,
-            profile=self.profile,
-            link=self._link,
-            parts=1,
-            min_bytes=self._min_bytes,
-            device=self._device,
-        ) as handle:
-            handle.plan = plan  # Made once, not for each turn.
+        with offload.pipelining.attach(self._pipeline.schedule, **self._options) as handle:
+            handle.plan = self._plan  # Made once, not for each turn.
             yield handle
-
-    def _row(self, way: Way, nothing: Way, same: bool) -> Row:
-        found: Row = {"rank": dist.get_rank(), "offload": way.name, "bit_identical": same, "peak_bytes": way.peak_bytes}
-        found |= {"step_s": way.step_s, "times_s": way.times_s}
-        if way.plan is None:
-            return found
-        return found | {
-            "slowdown": way.step_s / nothing.step_s - 1,
-            "peak_saved": 1 - way.peak_bytes / nothing.peak_bytes,
-            "offloaded_bytes": way.plan.offloaded_bytes,
-            "saved_bytes": way.plan.saved_bytes,
-            **way.stats,
-            "actions": [repr(action) for action in way.plan.actions],
-            "parts": way.plan.parts,
-            "moves": written_moves(way.plan.schedule),
-            "profile": {stage: asdict(costs) for stage, costs in self.profile.items()},
-        }
 
 
 def meet(device: torch.device) -> None:
@@ -273,7 +250,7 @@ def main() -> None:
         arguments,
         device,
         options={"ranks": dist.get_world_size(), **options},
-        models={width: asdict(model) | {"dtype": str(model.dtype)} for width, model in models.items()},
+        models={width: model._asdict() | {"dtype": str(model.dtype)} for width, model in models.items()},
         links=gather({what: asdict(link) for what, link in links.items()}),
     )
     for name in arguments.schedules:

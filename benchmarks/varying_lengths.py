@@ -18,9 +18,9 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -31,6 +31,7 @@ from benchmarks.models import checkpointing_method, llama
 from benchmarks.report import Record, asked, table
 from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.base.checks import format_bytes
+from offload.observe.memory import MemoryMeter
 
 STEPS = 2000
 SHARE = 0.5
@@ -76,63 +77,38 @@ def build(device: torch.device, *, small: bool) -> Any:
     return llama(device, dtype, **sizes, vocab_size=inputs["words"], tie_word_embeddings=True)
 
 
-class Peaks:
-    """The peaks of steps, also where the library has the allocator forget its peak within a step."""
+@contextmanager
+def step_peak(device: torch.device) -> Iterator[MemoryMeter]:
+    """A meter that waits for no accelerator, and sees a peak also where the library has the allocator forget it."""
+    if device.type == "cpu":
+        with offload.memory_meter(device) as meter:
+            yield meter
+        return
+    forget, meter = torch.accelerator.reset_peak_memory_stats, MemoryMeter()
+    start_bytes = torch.accelerator.memory_allocated(device)
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._most_bytes = 0
-        self._forget = torch.accelerator.reset_peak_memory_stats
+    def note(*_: object) -> None:
+        meter.peak_bytes = max(meter.peak_bytes, torch.accelerator.max_memory_allocated(device) - start_bytes)
+        forget(device)
 
-    def __enter__(self) -> Peaks:
-        torch.accelerator.reset_peak_memory_stats = self._note
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        torch.accelerator.reset_peak_memory_stats = self._forget
-
-    def of(self, step: Callable[[], Any]) -> tuple[Any, int]:
-        """The result of a step, and the most that the step adds to what is allocated; waits for no accelerator."""
-        if self._device.type == "cpu":
-            with offload.memory_meter(self._device) as meter:
-                found = step()
-            return found, meter.peak_bytes
-        self._forget(self._device)
-        self._most_bytes, start_bytes = 0, torch.accelerator.memory_allocated(self._device)
-        found = step()
-        self._note()
-        return found, self._most_bytes - start_bytes
-
-    def _note(self, *_: object) -> None:
-        self._most_bytes = max(self._most_bytes, torch.accelerator.max_memory_allocated(self._device))
-        self._forget(self._device)
+    forget(device)
+    with patch.object(torch.accelerator, "reset_peak_memory_stats", note):
+        yield meter
+    note()
 
 
 class Run(transformers.Trainer):
-    """A training that takes its batches in their order, and notes the peak and the loss of each step.
+    """A training that takes a batch for each step in their order, and notes the peak and the loss of each step.
 
-    Args:
-        model: The model.
-        data: A batch for each step.
-        evaluated: The batches of each evaluation.
-        peaks: Tells the peak of a step.
-        every: After so many steps the model is evaluated.
-        options: Arguments of the training.
+    The model is evaluated on other batches each time after ``every`` steps.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        data: Sequence[Batch],
-        evaluated: Sequence[Batch],
-        peaks: Peaks,
-        every: int,
-    ) -> None:
+    def __init__(self, model: Any, data: Sequence[Batch], evaluated: Sequence[Batch], every: int) -> None:
         self.peaks_bytes: list[int] = []
         self.states: list[str] = []
         self.losses: list[torch.Tensor] = []
         self.handle: Any = None  # of offloading, whose state is noted
-        self._data, self._evaluated, self._peaks = data, evaluated, peaks
+        self._data, self._evaluated = data, evaluated
         self._folder = TemporaryDirectory()
         arguments = transformers.TrainingArguments(
             self._folder.name,
@@ -161,8 +137,9 @@ class Run(transformers.Trainer):
 
     def training_step(self, *given: Any, **options: Any) -> Any:
         """Forward and backward of one batch."""
-        loss, peak_bytes = self._peaks.of(partial(super().training_step, *given, **options))
-        self.peaks_bytes.append(peak_bytes)
+        with step_peak(self.model.device) as meter:
+            loss = super().training_step(*given, **options)
+        self.peaks_bytes.append(meter.peak_bytes)
         self.losses.append(loss)
         self.states.append(getattr(self.handle, "state", ""))
         return loss
@@ -178,14 +155,7 @@ class Run(transformers.Trainer):
 
 
 class Case:
-    """The ways to train, and their rows.
-
-    Args:
-        device: Where the model is trained.
-        steps: How many.
-        small: A small model and short sequences.
-        share: The budget, as a part of what the longest batch adds.
-    """
+    """The ways to train within a share of what the longest batch adds, and their rows."""
 
     def __init__(self, device: torch.device, steps: int, *, small: bool, share: float) -> None:
         self.device, self.small, self.share = device, small, share
@@ -207,7 +177,7 @@ class Case:
         self._train(rows[1], self.batches, around=self._within_budget)
         self._train(by_hand, self.batches[half:], around=self._follow)
         self._train(rows[2], self.batches)
-        self._train(rows[3], self.batches, around=checkpointed)
+        self._train(rows[3], self.batches, around=lambda model: nullcontext(checkpointing_method(model, "enable")()))
         for row in rows:
             if "error" not in row and "error" not in by_hand:
                 row["ratio"] = row["train_s"] / by_hand["train_s"]
@@ -230,8 +200,7 @@ class Case:
         link = offload.measure_link(self.device)
         for _ in range(TRIES):
             self.plan = offload.plan(profile, left, link)
-            with warnings.catch_warnings(), self._follow(model):
-                warnings.simplefilter("ignore")
+            with warnings.catch_warnings(action="ignore"), self._follow(model):
                 for _ in range(3):
                     step()
                 peak_bytes, _ = metered(step, self.device)
@@ -247,23 +216,19 @@ class Case:
     def _within_budget(self, model: Any) -> AbstractContextManager[Any]:
         return offload.offload_layers(model.model.layers, memory_budget=self.budget_bytes, min_bytes=self.min_bytes)
 
-    def _train(self, row: Row, data: Sequence[Batch], **options: Any) -> None:
+    def _train(
+        self, row: Row, data: Sequence[Batch], around: Callable[[Any], AbstractContextManager[Any]] = nullcontext
+    ) -> None:
         """Train a new model, and add what its steps took to the row."""
         give_memory_back(self.device)
-        attempt(row, lambda: self._trained(row, data, **options))
+        attempt(row, lambda: self._trained(row, data, around))
         print(row, flush=True)
 
-    def _trained(
-        self,
-        row: Row,
-        data: Sequence[Batch],
-        around: Callable[[Any], AbstractContextManager[Any]] = nullcontext,
-    ) -> None:
+    def _trained(self, row: Row, data: Sequence[Batch], around: Callable[[Any], AbstractContextManager[Any]]) -> None:
         model = build(self.device, small=self.small)
-        with Peaks(self.device) as peaks:
-            run = Run(model, data, self.evaluated, peaks, max(1, len(self.batches) // EVALUATIONS))
-            with around(model) as run.handle:
-                row["train_s"] = row.get("train_s", 0.0) + run.run()
+        run = Run(model, data, self.evaluated, max(1, len(self.batches) // EVALUATIONS))
+        with around(model) as run.handle:
+            row["train_s"] = row.get("train_s", 0.0) + run.run()
         row["peak_bytes"] = max(row.get("peak_bytes", 0), *run.peaks_bytes)
         first = 0 if data[0] is self.batches[0] else len(self.batches) - len(data)
         over = [
@@ -276,13 +241,6 @@ class Case:
         if first == 0:  # a run of the second half begins with other weights
             self._losses = self._losses or run.losses
             row["same_losses"] = all(map(torch.equal, self._losses, run.losses))
-
-
-@contextmanager
-def checkpointed(model: Any) -> Iterator[None]:
-    """Hugging Face's own checkpointing of all layers, by the name that the release has for it."""
-    checkpointing_method(model, "enable")()
-    yield
 
 
 def main() -> None:
@@ -311,9 +269,8 @@ def main() -> None:
         "same losses": "same_losses",
         "note": "error",
     }
-    print(
-        f"budget {format_bytes(case.budget_bytes)} of {format_bytes(case.most_bytes)}", table(rows, columns), sep="\n"
-    )
+    print(f"budget {format_bytes(case.budget_bytes)} of {format_bytes(case.most_bytes)}")
+    print(table(rows, columns))
 
 
 if __name__ == "__main__":
