@@ -1,6 +1,5 @@
 """Models of real sizes that no plan was tuned for: what ``never_slower`` trains within budgets."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,6 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.models import Model
+
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
 
 
 def _causal(kind: str, batch: int, tokens: int, *, words: int = 32000, dtype: torch.dtype, **config: Any) -> Any:
@@ -23,7 +24,7 @@ def _vit(small: bool, dtype: torch.dtype) -> Model:
     """ViT-H/14, 96 images."""
     from transformers import ViTConfig, ViTModel
 
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes = SMALL
     if not small:
         sizes = {"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 16}
     model = ViTModel(ViTConfig(image_size=224, patch_size=56 if small else 14, hidden_dropout_prob=0.0, **sizes))
@@ -57,7 +58,7 @@ def _t5(small: bool, dtype: torch.dtype) -> Model:
 
 def _phi3(small: bool, dtype: torch.dtype) -> Model:
     """Phi-3's width, 20 layers, with dropout behind attention and MLP."""
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes = SMALL
     if not small:
         sizes = {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 20, "num_attention_heads": 32}
     more = {"num_key_value_heads": sizes["num_attention_heads"], "pad_token_id": 0, "resid_pdrop": 0.1}
@@ -68,8 +69,7 @@ def _phi3(small: bool, dtype: torch.dtype) -> Model:
 
 def _gemma2(small: bool, dtype: torch.dtype) -> Model:
     """Gemma-2 9B's width, 14 layers: soft caps, sliding windows."""
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
-    heads = {"num_key_value_heads": 2, "head_dim": 16}
+    sizes, heads = SMALL, {"num_key_value_heads": 2, "head_dim": 16}
     if not small:
         sizes = {"hidden_size": 3584, "intermediate_size": 14336, "num_hidden_layers": 14, "num_attention_heads": 16}
         heads = {"num_key_value_heads": 8, "head_dim": 256}
@@ -90,12 +90,7 @@ def _moe(small: bool, dtype: torch.dtype) -> Model:
 
 
 class DiffusionBlock(nn.Module):
-    """A block of a diffusion transformer: attention and MLP, shifted, scaled and gated by the time step.
-
-    Args:
-        hidden: Width.
-        heads: Number of attention heads.
-    """
+    """A block of a diffusion transformer: attention and MLP, shifted, scaled and gated by the time step."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -119,23 +114,16 @@ class DiffusionBlock(nn.Module):
 
 
 class DiffusionTransformer(nn.Module):
-    """Patches in, patches out, and blocks in between.
+    """Patches of 16 numbers in, patches out, and blocks in between."""
 
-    Args:
-        hidden: Width.
-        heads: Number of attention heads.
-        depth: Number of blocks.
-        patch: Numbers in a patch of the latent image.
-    """
-
-    def __init__(self, hidden: int, heads: int, depth: int, patch: int = 16) -> None:
+    def __init__(self, hidden: int, heads: int, depth: int) -> None:
         super().__init__()
-        self.embed = nn.Linear(patch, hidden)
+        self.embed = nn.Linear(16, hidden)
         self.blocks = nn.ModuleList(DiffusionBlock(hidden, heads) for _ in range(depth))
-        self.head = nn.Linear(hidden, patch)
+        self.head = nn.Linear(hidden, 16)
 
     def forward(self, patches: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
-        """``patches``: ``[batch, tokens, patch]``; ``condition``: ``[batch, hidden]``."""
+        """``patches``: ``[batch, tokens, 16]``; ``condition``: ``[batch, hidden]``."""
         x = self.embed(patches)
         for block in self.blocks:
             x = block(x, condition)
@@ -163,16 +151,8 @@ def _convolution(small: bool, dtype: torch.dtype) -> Model:
     return Model(model, layers, lambda: model(pixel_values=images).last_hidden_state.float().square().mean())
 
 
-_BUILDERS: dict[str, Callable[[bool, torch.dtype], Model]] = {
-    "vit": _vit,
-    "gpt2": _gpt2,
-    "t5": _t5,
-    "phi3": _phi3,
-    "gemma2": _gemma2,
-    "moe": _moe,
-    "diffusion": _diffusion,
-    "convolution": _convolution,
-}
+_MAKERS = (_vit, _gpt2, _t5, _phi3, _gemma2, _moe, _diffusion, _convolution)
+_BUILDERS = {make.__name__.removeprefix("_"): make for make in _MAKERS}
 NAMES = tuple(_BUILDERS)
 
 

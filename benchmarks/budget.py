@@ -57,10 +57,12 @@ def build(name: str, device: torch.device, *, small: bool) -> Model:
 @contextmanager
 def around_checkpoints(model: Model, min_bytes: int) -> Iterator[None]:
     """Every layer is checkpointed by PyTorch, and the layers' inputs are offloaded."""
-    with model.checkpointing(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        with offload.offload_layers(model.layers, len(model.layers) - 2, min_bytes=min_bytes):
-            yield
+    with (
+        model.checkpointing(),
+        warnings.catch_warnings(action="ignore", category=UserWarning),
+        offload.offload_layers(model.layers, len(model.layers) - 2, min_bytes=min_bytes),
+    ):
+        yield
 
 
 def compare(name: str, device: torch.device, link: offload.Link, *, small: bool) -> list[Row]:

@@ -54,17 +54,10 @@ def cases(*, small: bool = False) -> dict[str, Case]:
         options = {"tokens": 64, "vocab_size": 128, "dtype": torch.float32}
         long = replace(long, shape=(1, 256, 64))
     compiled = partial(decoder.build, compiled="aot_eager" if small else "inductor")
-    all_but_one = (LONG_LAYERS - 1,)
+    most, long_loss = (LONG_LAYERS - 1,), partial(long.build, loss_is_a_layer=True)
     found = {
         "decoder": Case("decoder", decoder.build, (2, 5, 10, 14, 18), (18, 19), (5, 18)),
-        "long": Case(
-            "long sequence",
-            partial(long.build, loss_is_a_layer=True),
-            all_but_one,
-            all_but_one,
-            all_but_one,
-            tokens=long.shape[1],
-        ),
+        "long": Case("long sequence", long_loss, most, most, most, tokens=long.shape[1]),
         "compiled": Case("compiled decoder", compiled, (5, 10, 18), (18, 19), (5, 18)),
         "llama": Case("Hugging Face Llama", partial(Llama, **options, **sizes), (4, 8, 14), (14, 15), (4, 14)),
         "norm_mlp": Case("LayerNorm-MLP", mlp.build, (2, 5, 10, 18), (18, 19), (5, 18)),
@@ -134,20 +127,16 @@ def transformer_engine(model: Model, k: int, *, file: Path | None = None) -> Ite
         yield
 
 
-STAND_INS: dict[str, dict[str, Any]] = {
-    "": {},
-    ".debug": {},
-    ".debug.pytorch": {},
-    ".debug.pytorch.debug_state": {"TEDebugState": type("TEDebugState", (), {"debug_enabled": False})},
-    ".pytorch": {},
-    ".pytorch.cpu_offload_v1": {},
-    ".pytorch.quantized_tensor": {
-        "QuantizedTensor": type("QuantizedTensor", (), {}),  # no tensor of the benchmarks is one
-        "prepare_for_saving": lambda *tensors: (list(tensors), [None] * len(tensors)),
-        "restore_from_saved": lambda _objects, tensors: tensors,
-    },
+MODULES = ("", ".debug", ".debug.pytorch", ".debug.pytorch.debug_state")
+MODULES += (".pytorch", ".pytorch.cpu_offload_v1", ".pytorch.quantized_tensor")
+"""Of Transformer Engine, without the package's name: what its ``cpu_offload.py`` imports."""
+STAND_INS: dict[str, Any] = {
+    "TEDebugState": type("TEDebugState", (), {"debug_enabled": False}),
+    "QuantizedTensor": type("QuantizedTensor", (), {}),  # no tensor of the benchmarks is one
+    "prepare_for_saving": lambda *tensors: (list(tensors), [None] * len(tensors)),
+    "restore_from_saved": lambda _objects, tensors: tensors,
 }
-"""Module of Transformer Engine, without the package's name → the names that its ``cpu_offload.py`` uses of it."""
+"""The names that it uses of them."""
 
 
 def load_transformer_engine(path: Path) -> Callable[..., Any]:
@@ -162,9 +151,9 @@ def load_transformer_engine(path: Path) -> Callable[..., Any]:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     with patch.dict(sys.modules):
-        for name, names in STAND_INS.items():
+        for name in MODULES:
             stand_in = ModuleType(package + name)
-            vars(stand_in).update(names, __path__=[])
+            vars(stand_in).update(STAND_INS, __path__=[])
             sys.modules[stand_in.__name__] = stand_in
             parent, _, last = stand_in.__name__.rpartition(".")
             if parent:
@@ -191,10 +180,7 @@ def offloaded(model: Model, k: int, *, min_bytes: int, checkpoint: bool = False)
 def contenders(case: Case, *, min_bytes: int, te_file: Path | None = None) -> list[Contender]:
     """All ways to run a case: the first does nothing, and this library with the most layers is the last.
 
-    Args:
-        case: Says with which numbers of layers.
-        min_bytes: Storages below this size, in bytes, stay on the device with this library.
-        te_file: Transformer Engine's ``cpu_offload.py``, to be run alone; ``None`` takes the package, if installed.
+    ``te_file`` is Transformer Engine's ``cpu_offload.py``, to be run alone; ``None`` takes the package, if installed.
     """
     own = partial(offloaded, min_bytes=min_bytes)
     around = partial(own, checkpoint=True)

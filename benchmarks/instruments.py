@@ -4,6 +4,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,15 +32,12 @@ def limit_memory(device: torch.device, nbytes: float) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), device)
 
 
-def reset_peak(device: torch.device) -> None:
-    """Forget the peak of device memory."""
-    if device.type != "cpu":
-        torch.accelerator.reset_peak_memory_stats(device)
-
-
-def peak_bytes(device: torch.device) -> int:
-    """The most device memory since then, all in all; 0 on the CPU."""
-    return 0 if device.type == "cpu" else int(torch.accelerator.max_memory_allocated(device))
+def device_peak(device: torch.device) -> Callable[[], int]:
+    """Tells the most bytes of device memory from now on, all in all; 0 on the CPU."""
+    if device.type == "cpu":
+        return lambda: 0
+    torch.accelerator.reset_peak_memory_stats(device)
+    return partial(torch.accelerator.max_memory_allocated, device)
 
 
 def timed(step: Step, device: torch.device, steps: int = 1) -> float:
@@ -73,14 +71,16 @@ def metered(step: Step, device: torch.device) -> tuple[int, float]:
     return meter.peak_bytes, step_s
 
 
-def give_memory_back(device: torch.device) -> None:
-    """Return what caches hold of device memory and of pinned memory."""
+def give_memory_back(device: torch.device, *, pinned: bool = True) -> None:
+    """Return what caches hold of device memory, and of pinned memory, which takes long to get again."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.synchronize(device)
-        torch._C._host_emptyCache()
         torch.cuda.empty_cache()
-    offload.empty_host_cache(device)
+        if pinned:
+            torch._C._host_emptyCache()
+    if pinned:
+        offload.empty_host_cache(device)
 
 
 def pinned_by_torch(device: torch.device) -> int:
@@ -102,18 +102,8 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-BLOCKING_CALLS = frozenset(
-    {
-        "cudaDeviceSynchronize",
-        "cudaEventSynchronize",
-        "cudaStreamSynchronize",
-        "cudaMalloc",
-        "cudaFree",
-        "cudaHostAlloc",
-        "cudaHostRegister",
-        "cudaMemcpy",
-    }
-)
+WAITS = ("cudaDeviceSynchronize", "cudaEventSynchronize", "cudaStreamSynchronize", "cudaMemcpy")
+BLOCKING_CALLS = {*WAITS, "cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaHostRegister"}
 """Calls of CUDA's runtime that block the host, or the device."""
 
 _COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)

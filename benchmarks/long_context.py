@@ -18,7 +18,6 @@ Ways for a limit of device memory, each with the longest sequence for which a st
 """
 
 import argparse
-import gc
 import json
 import math
 import time
@@ -33,8 +32,8 @@ import torch
 from torch.autograd.graph import save_on_cpu
 
 import offload
-from benchmarks.instruments import GIB, Row, give_memory_back, peak_bytes, pinned_by_torch, reset_peak, timed
-from benchmarks.longest_context import Lengths, attention_s, device_limit, in_blocks, longest_again, search
+from benchmarks.instruments import GIB, Row, device_peak, give_memory_back, limit_memory, pinned_by_torch, timed
+from benchmarks.longest_context import Lengths, attention_s, in_blocks, longest_again, search
 from benchmarks.models import SHAPE, SMALL, Llama
 from benchmarks.report import Record, asked, table
 
@@ -98,7 +97,7 @@ class Benchmark:
         size, _, way = spec.partition(":")
         begin = time.perf_counter()
         row: Row = {"row": spec, "way": way}
-        self._empty_cache()
+        give_memory_back(self.device, pinned=False)
         try:
             if size.endswith("GiB"):
                 row |= {"limit_bytes": round(float(size.removesuffix("GiB")) * GIB)}
@@ -112,12 +111,6 @@ class Benchmark:
         row["row_s"] = time.perf_counter() - begin
         print(row, flush=True)
         return row
-
-    def _empty_cache(self) -> None:
-        """Return device memory, and not the pinned memory, which takes long to get."""
-        if self.device.type == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()
 
     @contextmanager
     def _trained(self, model: Long, way: str, tile: int, plan: offload.Plan | None = None) -> Iterator[Any]:
@@ -234,7 +227,8 @@ class Benchmark:
             if on_host:
                 stack.enter_context(offload.stream_weights(model.layers, self.device))
             give_memory_back(self.device)
-            stack.enter_context(device_limit(self.device, limit))
+            limit_memory(self.device, limit)
+            stack.callback(limit_memory, self.device, math.inf)
             model.use(GRAIN)
             stack.enter_context(self._trained(model, way, SMALL_TILE))
             lengths = self._lengths(model, way, limit)
@@ -274,7 +268,7 @@ class Benchmark:
     def _try(self, model: Long, tokens: int) -> Row | None:
         """What a step takes, or ``None`` if there is not enough memory."""
         model.use(tokens)
-        self._empty_cache()
+        give_memory_back(self.device, pinned=False)
         try:
             found = self._measured(model)
         except (torch.OutOfMemoryError, offload.HostMemoryError) as error:
@@ -285,10 +279,10 @@ class Benchmark:
 
     def _measured(self, model: Long) -> Row:
         """A step's seconds, the most device memory, and what PyTorch has pinned."""
-        reset_peak(self.device)
+        most_bytes = device_peak(self.device)
         step_s = timed(model.step, self.device)
         found: Row = {"step_s": step_s, "tokens_per_s": model.tokens.numel() / step_s}
-        found |= {"peak_bytes": peak_bytes(self.device), "pinned_by_torch_bytes": pinned_by_torch(self.device)}
+        found |= {"peak_bytes": most_bytes(), "pinned_by_torch_bytes": pinned_by_torch(self.device)}
         if self.device.type == "cuda":
             found["peak_reserved_bytes"] = torch.cuda.max_memory_reserved(self.device)
         return found
@@ -342,8 +336,7 @@ def main() -> None:
     record = Record(arguments, device)
     limits = {"host": arguments.host * GIB, "seconds": arguments.seconds, "whole_s": arguments.whole}
     benchmark = Benchmark(device, record.found, small=arguments.small, **limits)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
         if device.type == "cuda":  # sequences of other lengths need other blocks
             torch.cuda.memory._set_allocator_settings("expandable_segments:True")
         for one in arguments.rows:

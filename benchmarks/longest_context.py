@@ -6,7 +6,6 @@ outputs and workspace of the same sizes. What was found is tried with whole atte
 seconds that blocks leave out are measured for one layer, and added for all.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from unittest.mock import patch
 import torch
 from torch.nn import functional
 
-from benchmarks.instruments import Row, limit_memory, timed
+from benchmarks.instruments import Row, timed
 
 BLOCKS = (4096, 1024)
 """Tokens of a block, the first size that divides the length."""
@@ -95,16 +94,6 @@ def attention_s(shape: dict[str, Any], tokens: int, device: torch.device) -> tup
     for step in (forward, backward):
         step()  # the first one loads kernels
     return timed(forward, device), timed(backward, device)
-
-
-@contextmanager
-def device_limit(device: torch.device, nbytes: int) -> Iterator[None]:
-    """Let PyTorch's allocator have no more of the device."""
-    limit_memory(device, nbytes)
-    try:
-        yield
-    finally:
-        limit_memory(device, math.inf)
 
 
 def search(attempt: Callable[[int], Row | None], lengths: Lengths, seconds: float) -> Row:

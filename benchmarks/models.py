@@ -120,14 +120,9 @@ def replaced(
 
 
 class Llama(Model):
-    """Hugging Face's Llama with random weights, and random tokens; checkpointing is its own.
+    """Hugging Face's Llama with random weights, and one sequence of random tokens; checkpointing is its own.
 
-    Args:
-        device: Where it is.
-        tokens: Length of the one sequence.
-        dtype: Of the weights.
-        has_gradients: As for a model.
-        config: Arguments of ``LlamaConfig``.
+    ``config`` are arguments of ``LlamaConfig``.
     """
 
     def __init__(

@@ -54,15 +54,7 @@ def _selective(_context: object, operation: Any, *_: object, **__: object) -> Ch
 
 
 class Budgets(Comparison):
-    """Budgets on one architecture, and the other ways in the same memory.
-
-    Args:
-        name: Of the architecture.
-        device: Where it is trained.
-        link: Of the device.
-        small: At small sizes, for a CPU.
-        shares: The budgets.
-    """
+    """Budgets on one architecture, by name, as ``shares`` of its peak, and the other ways in the same memory."""
 
     def __init__(
         self, name: str, device: torch.device, link: offload.Link, *, small: bool, shares: Sequence[float]

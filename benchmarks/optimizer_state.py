@@ -9,7 +9,6 @@ once. What does not start within ``--seconds`` is left out, and says so.
 """
 
 import argparse
-import gc
 import importlib.util
 import statistics
 import time
@@ -21,16 +20,7 @@ import torch
 from torch import nn
 
 import offload
-from benchmarks.instruments import (
-    GIB,
-    Row,
-    deterministic,
-    give_memory_back,
-    peak_bytes,
-    pinned_by_torch,
-    reset_peak,
-    timed,
-)
+from benchmarks.instruments import GIB, Row, deterministic, device_peak, give_memory_back, pinned_by_torch, timed
 from benchmarks.models import SHAPE, SMALL, Training
 from benchmarks.report import Record, asked, table
 
@@ -68,10 +58,7 @@ class Run:
     def adamw(self) -> torch.optim.Optimizer:
         """A new optimizer without state; the one before is gone."""
         self.model.optimizer = torch.optim.AdamW(self.parameters, lr=1e-5, fused=True)
-        gc.collect()  # what the one before held on the device; pinned memory remains in the pool
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
+        give_memory_back(self.device, pinned=False)  # which the next one takes
         return self.model.optimizer
 
     def step(self, microbatches: int) -> None:
@@ -89,13 +76,13 @@ class Run:
         several = row["microbatches"] > 1
         with self.model.checkpointing():
             self.step(1)  # the first makes the state and the slots
-            reset_peak(self.device)
+            peak_bytes = device_peak(self.device)
             before = handle.stats() if handle else None
             row["times_s"] = [
                 timed(lambda: self.step(row["microbatches"]), self.device) for _ in range(2 if several else STEPS)
             ]
         row["step_s"] = statistics.median(row["times_s"])
-        row["peak_bytes"] = peak_bytes(self.device)
+        row["peak_bytes"] = peak_bytes()
         row["pinned_bytes"] = pinned_by_torch(self.device) if handle is None else handle.stats().host_bytes
         if handle is not None and before is not None:
             copied = handle.stats() - before

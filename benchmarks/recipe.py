@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 import offload
-from benchmarks.instruments import GIB, Row, limit_memory, peak_bytes, pinned_by_torch, reset_peak, timed
+from benchmarks.instruments import GIB, Row, device_peak, limit_memory, pinned_by_torch, timed
 from benchmarks.longest_context import Lengths, in_blocks, search
 from benchmarks.models import SHAPE, SMALL, Training
 from benchmarks.report import Record, asked, table
@@ -163,12 +163,12 @@ def measure(arguments: argparse.Namespace) -> Row:
             last_s = timed(step, device)
             row["steps_before"] += 1
             print(f"step {row['steps_before']}: {last_s:.2f} s", file=sys.stderr, flush=True)
-        reset_peak(device)
+        peak_bytes = device_peak(device)
         row["times_s"] = []
         while len(row["times_s"]) < STEPS and (not row["times_s"] or time.perf_counter() + last_s < end):
             row["times_s"].append(timed(step, device))
         row["step_s"] = statistics.median(row["times_s"])
-        row |= {"tokens_per_s": tokens / row["step_s"], "peak_bytes": peak_bytes(device)}
+        row |= {"tokens_per_s": tokens / row["step_s"], "peak_bytes": peak_bytes()}
         row |= described(handle) if prepared else {"pinned_bytes": pinned_by_torch(device)}
     return row | {"seconds": time.perf_counter() - begin}
 
@@ -229,9 +229,7 @@ def find_largest(arguments: argparse.Namespace, budget_gib: float, tokens: int) 
     layer, outside = parameters_of(1, small=small) - parameters_of(0, small=small), parameters_of(0, small=small)
     usable = 0.92 * device - FREE_SHARE * device + host
     layers = arguments.layers or int((usable / BYTES_OF_A_PARAMETER - outside) / layer)
-    tried: Row = {}
-    least = LEAST_SHARE * layers
-    row: Row = {}
+    row, tried, least = Row(), Row(), LEAST_SHARE * layers
     while layers >= least:
         print(f"limit {limit / 1e9:.2f}e9 parameters; {layers} layers have", parameters_of(layers, small=small) / 1e9)
         row = run(arguments, budget_gib, tokens, "--layers", str(layers))
@@ -256,10 +254,8 @@ def find_longest(arguments: argparse.Namespace, budget_gib: float) -> Row:
         cut.extend([tokens] * row.get("error", "").startswith("cut after"))
         return None if "error" in row else row
 
-    return search(attempt, Lengths(budget, 4 * grain, grain, 128 * grain), 4 * arguments.seconds) | {
-        "budget_bytes": budget,
-        "cut": cut,
-    }
+    found = search(attempt, Lengths(budget, 4 * grain, grain, 128 * grain), 4 * arguments.seconds)
+    return found | {"budget_bytes": budget, "cut": cut}
 
 
 COLUMNS = {

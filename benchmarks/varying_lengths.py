@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
@@ -173,9 +174,10 @@ class Case:
         half = len(self.batches) // 2
         by_hand: Row = {"what": "plan by hand"}
         rows = [by_hand, *({"what": what} for what in ("memory_budget", "nothing", "gradient checkpointing"))]
-        self._train(by_hand, self.batches[:half], around=self._follow)
-        self._train(rows[1], self.batches, around=self._within_budget)
-        self._train(by_hand, self.batches[half:], around=self._follow)
+        follow = partial(self._offloaded, plan=self.plan)
+        self._train(by_hand, self.batches[:half], around=follow)
+        self._train(rows[1], self.batches, around=partial(self._offloaded, memory_budget=self.budget_bytes))
+        self._train(by_hand, self.batches[half:], around=follow)
         self._train(rows[2], self.batches)
         self._train(rows[3], self.batches, around=lambda model: nullcontext(checkpointing_method(model, "enable")()))
         for row in rows:
@@ -200,7 +202,7 @@ class Case:
         link = offload.measure_link(self.device)
         for _ in range(TRIES):
             self.plan = offload.plan(profile, left, link)
-            with warnings.catch_warnings(action="ignore"), self._follow(model):
+            with warnings.catch_warnings(action="ignore"), self._offloaded(model, plan=self.plan):
                 for _ in range(3):
                     step()
                 peak_bytes, _ = metered(step, self.device)
@@ -210,11 +212,8 @@ class Case:
                 break
             left -= peak_bytes - self.budget_bytes
 
-    def _follow(self, model: Any) -> AbstractContextManager[Any]:
-        return offload.offload_layers(model.model.layers, plan=self.plan, min_bytes=self.min_bytes)
-
-    def _within_budget(self, model: Any) -> AbstractContextManager[Any]:
-        return offload.offload_layers(model.model.layers, memory_budget=self.budget_bytes, min_bytes=self.min_bytes)
+    def _offloaded(self, model: Any, **options: Any) -> AbstractContextManager[Any]:
+        return offload.offload_layers(model.model.layers, min_bytes=self.min_bytes, **options)
 
     def _train(
         self, row: Row, data: Sequence[Batch], around: Callable[[Any], AbstractContextManager[Any]] = nullcontext

@@ -10,7 +10,6 @@ this run. FSDP2 with ``CPUOffloadPolicy`` does the same work under the same memo
 """
 
 import argparse
-import gc
 import math
 import os
 import statistics
@@ -28,9 +27,9 @@ from benchmarks.instruments import (
     BLOCKING_CALLS,
     Row,
     attempt,
+    device_peak,
+    give_memory_back,
     limit_memory,
-    peak_bytes,
-    reset_peak,
     synchronize,
     timed,
 )
@@ -48,12 +47,7 @@ SMALL_CASES = {"few": (1, 32, 0), "many": (2, 64, 3)}
 
 
 class Stack(nn.Module):
-    """Decoder blocks one after the other, each recomputed in backward, and a step of them.
-
-    Args:
-        device: Where they are made.
-        small: Of small sizes, for a CPU.
-    """
+    """Decoder blocks one after the other, each recomputed in backward, and a step of them."""
 
     def __init__(self, device: torch.device, *, small: bool) -> None:
         super().__init__()
@@ -195,9 +189,9 @@ def streamed_rows(model: Stack, alone: dict[str, Row], arguments: argparse.Names
         for name in model.cases:
             row = model.use(name) | {"first_s": timed(model.step, device)}
             then, moved = handle.stats(), model.moved_bytes()
-            reset_peak(device)
+            peak = device_peak(device)
             found = model.measure(warmup=1, repeats=arguments.repeats)
-            row["peak_device_bytes"] = peak_bytes(device)
+            row["peak_device_bytes"] = peak()
             now, count = handle.stats(), arguments.repeats + 1
             out, back = ((new - old) / count for new, old in zip(model.moved_bytes(), moved, strict=True))
             loads = (now.loads - then.loads) / count
@@ -250,12 +244,11 @@ def fsdp_rows(model: Stack, device: torch.device, repeats: int) -> list[Row]:
     rows = []
     for name in model.cases:
         row = model.use(name)
-        reset_peak(device)
+        peak = device_peak(device)
         attempt(row, lambda row=row: row.update(model.measure(warmup=1, repeats=repeats)))
-        rows.append(row | {"peak_device_bytes": peak_bytes(device)})
+        rows.append(row | {"peak_device_bytes": peak()})
         model.clear()
-        gc.collect()
-        torch.cuda.empty_cache()
+        give_memory_back(device)
     dist.destroy_process_group()
     return rows
 
@@ -278,11 +271,8 @@ def main() -> None:
         alone[name] = model.measure(warmup=2, repeats=arguments.repeats)
         model.clear()
     rows, extra = streamed_rows(model, alone, arguments)
-    gc.collect()
-    fsdp: list[Row] = []
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        fsdp = fsdp_rows(model, device, min(arguments.repeats, 3))
+    give_memory_back(device)
+    fsdp = fsdp_rows(model, device, min(arguments.repeats, 3)) if device.type == "cuda" else []
     for row, other in zip_longest(rows, fsdp, fillvalue={}):
         row["fsdp_s"] = other.get("step_s")
     facts = {"link": vars(link), "parameters": parameters, "weight_bytes": weight_bytes}

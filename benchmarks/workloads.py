@@ -11,13 +11,7 @@ from benchmarks.models import Model
 
 
 class DecoderBlock(nn.Module):
-    """Pre-norm decoder block: fused qkv, causal attention on permuted views, SwiGLU; no biases.
-
-    Args:
-        hidden: Width of the residual stream.
-        ffn: Width of the feed-forward layer.
-        heads: Number of attention heads.
-    """
+    """Pre-norm decoder block: fused qkv, causal attention on permuted views, SwiGLU; no biases."""
 
     def __init__(self, hidden: int, ffn: int, heads: int) -> None:
         super().__init__()
@@ -84,12 +78,9 @@ class Workload:
     make_loss: Callable[[], nn.Module] = MeanSquare
 
     def build(self, device: torch.device, *, compiled: str | None = None, loss_is_a_layer: bool = False) -> Model:
-        """The layers one after the other.
+        """The layers one after the other, each ``compiled`` by a backend of ``torch.compile`` if there is one.
 
-        Args:
-            device: Where they are.
-            compiled: Compile each layer by this backend of ``torch.compile``.
-            loss_is_a_layer: The loss counts as one more layer, as a model's head does.
+        The loss may count as one more layer, as a model's head does.
         """
         torch.manual_seed(0)
         with torch.device(device):

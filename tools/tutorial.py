@@ -81,15 +81,6 @@ class _CheckedNotebook(NotebookClient):
         return cell
 
 
-def checks_of(path: Path) -> dict[str, str]:
-    """The checks of a notebook, by the id of the cell after which each of them runs."""
-    checks = path.parent / "checks" / f"{path.stem}.py"
-    if not checks.exists():
-        return {}
-    _, *parts = re.split(r"^# %% after (.+)$", checks.read_text("utf-8"), flags=re.MULTILINE)
-    return dict(zip(parts[::2], parts[1::2], strict=True))
-
-
 def execute(
     path: Path, *, env: dict[str, str] | None = None, cell_timeout_s: int | None = None, says: bool = False
 ) -> nbformat.NotebookNode:
@@ -106,7 +97,9 @@ def execute(
         ValueError: If a check names a cell that the notebook does not have.
     """
     notebook = nbformat.read(path, as_version=4)
-    checks = checks_of(path)
+    file = path.parent / "checks" / f"{path.stem}.py"
+    _, *parts = re.split(r"^# %% after (.+)$", file.read_text("utf-8") if file.exists() else "", flags=re.MULTILINE)
+    checks = dict(zip(parts[::2], parts[1::2], strict=True))
     if unknown := checks.keys() - {cell.id for cell in notebook.cells if cell.cell_type == "code"}:
         raise ValueError(f"checks of {path.name} must come after its cells of code, got {sorted(unknown)}")
     client = _CheckedNotebook(

@@ -47,15 +47,11 @@ def save(draw: Callable[[], Figure], path: Path) -> None:
         draw().savefig(path, format="svg", metadata={"Date": None, "Creator": None})
 
 
-def narrow_path(path: Path) -> Path:
-    """Where the drawing for phones lies, beside the wide one."""
-    return path.with_stem(f"{path.stem}_narrow")
-
-
 def at_both_widths(makers: dict[Path, Maker]) -> dict[Path, Callable[[], Figure]]:
     """Path → what draws it, the paths of the narrow drawings among them."""
     wide = {path: partial(make, narrow=False) for path, make in makers.items()}
-    return wide | {narrow_path(path): partial(make, narrow=True) for path, make in makers.items()}
+    narrow = {path.with_stem(f"{path.stem}_narrow"): partial(make, narrow=True) for path, make in makers.items()}
+    return wide | narrow
 
 
 def put_title(figure: Figure, title: str, *, narrow: bool = True) -> None:

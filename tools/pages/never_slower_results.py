@@ -67,7 +67,9 @@ def never_slower_table(_page: Path) -> str:
         cells_of = {column: ratios.get(column, "") for column in columns}
         shown.append({"model": name, **cells_of, "nothing offloaded": kept})
     said = where(record, rows, by_row=False) + _counts(found) + _bits(rows)
-    return f"{said}\n\n{markdown_table(shown, left=1)}\n\n{_unsteady(rows)}\n"
+    most, name = max((max(row["times_s"]) / min(row["times_s"]) - 1, row["model"]) for row in rows)
+    unsteady = f"Two times of the same row differ by up to {most:.0%} ({NAMES[name]})."
+    return f"{said}\n\n{markdown_table(shown, left=1)}\n\n{unsteady}\n"
 
 
 def _counts(found: list[Row]) -> str:
@@ -100,12 +102,6 @@ def _bits(rows: list[Row]) -> str:
     if not all(what.startswith("compiled") for what in different):
         return ""
     return f" Gradients are bit-identical{' where layers are not compiled' if different else ''}."
-
-
-def _unsteady(rows: list[Row]) -> str:
-    """By how much the two times of a row, each the mean of some steps, differ at most, and with which model."""
-    most, name = max((max(row["times_s"]) / min(row["times_s"]) - 1, row["model"]) for row in rows)
-    return f"Two times of the same row differ by up to {most:.0%} ({NAMES[name]})."
 
 
 @table("never_slower_rows")

@@ -10,7 +10,6 @@ from page_text import gib, gib1, more, ms
 PINNED = "100GiB"
 OPTIONS = f'`max_host_bytes="{PINNED}", step_in_backward=True, state_dtype=torch.float32`'
 
-
 IN_WORDS = {
     "weights streamed": "hold the weights in host memory",
     "gradients consumed": "free each gradient as soon as its parameter has been stepped",
@@ -45,19 +44,14 @@ def start_recipe(_page: Path) -> str:
     """What the start page's one line came to."""
     record = read("recipe")
     row, resident = best_of(record["rows"])
+    chosen = " and to ".join(said for part, said in IN_WORDS.items() if part in row["recipe"].split(", "))
     return (
         f"```text\n{row['recipe']}\n```\n\n"
         f"> **{gib(resident['peak_bytes'], 0)} → {gib(row['peak_bytes'], 0)} GiB** of GPU memory, step "
         f"**{longer(row, record['rows'])}**, against checkpointing with everything on the GPU. AdamW on {LLAMA}, "
         f"{row['tokens']:,} tokens, the loss in chunks, {gib(row['pinned_bytes'], 0)} GiB of host memory, "
-        f"{record['hardware']['gpu']}. {chosen(row)}\n"
+        f"{record['hardware']['gpu']}. The call chose to {chosen or 'move nothing'}.\n"
     )
-
-
-def chosen(row: Row) -> str:
-    """In a sentence, where the call has put the parts that are not on the device as they are."""
-    parts = [said for part, said in IN_WORDS.items() if part in str(row["recipe"]).split(", ")]
-    return f"The call chose to {' and to '.join(parts)}." if parts else ""
 
 
 @table("whole_trainings")

@@ -6,7 +6,7 @@ import re
 import statistics
 from functools import partial
 from pathlib import Path
-from textwrap import fill
+from textwrap import fill, shorten
 from typing import TYPE_CHECKING
 
 from blocks import Columns, Row, cells, link_to, markdown_table, picture, read, row_of, table
@@ -60,8 +60,8 @@ def workload_table(workload: str, _page: Path) -> str:
     missing = dict.fromkeys(f"{row['contender'].partition(', k =')[0]} ({row['error']})" for row in errors)
     names: dict[str, list[str]] = {}
     for row in fails:
-        names.setdefault(row["error"], []).append(row["contender"])
-    said = "".join(f"\nFails: {'; '.join(who)}, with `{_short(error)}`.\n" for error, who in names.items())
+        names.setdefault(shorten(row["error"], 112, placeholder=" …"), []).append(row["contender"])
+    said = "".join(f"\nFails: {'; '.join(who)}, with `{error}`.\n" for error, who in names.items())
     said += f"\nNot measured: {', '.join(missing)}.\n" if missing else ""
     columns: Columns = {
         "": ("contender", ""),
@@ -90,11 +90,6 @@ def workload_table(workload: str, _page: Path) -> str:
         f"{read('suite')['hardware']['gpu']}, {link_of(run['link'])}, {day_of(run)}, commit {run['commit'][:7]}{size}."
     )
     return f"{where}\n\n{markdown_table(shown, left=1, answer=('against nothing', 'activation peak, GiB'))}\n{said}"
-
-
-def _short(error: str) -> str:
-    """The first part of a long message."""
-    return error if len(error) < 120 else f"{error[:110].rpartition(' ')[0]} …"
 
 
 for block, of in WORKLOADS.items():
