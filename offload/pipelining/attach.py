@@ -144,7 +144,7 @@ class PipelineOffload(Handle):
         self._min_bytes = min_bytes
         self._options = options
         self._probe = Probe(backend) if profile is None else None
-        self._round: Round | None = None
+        self._round: Round  # of the step that runs
         self._chunks: dict[Chunk, ChunkParts] = {}
         """Chunks whose backward is not over."""
         self._ran: list[Action] = []
@@ -201,7 +201,7 @@ class PipelineOffload(Handle):
         if not (stage.has_backward and torch.is_grad_enabled()):
             return method(fwd_chunk_id, *args, **kwargs)
         number, action = stage.stage_index, Action(stage.stage_index, "F", fwd_chunk_id)
-        if self._round is None or action in self._ran:
+        if not self._ran or action in self._ran:  # also after a step that was cut off
             self._round = self._begin_step()
         # The stage keeps the inputs of a chunk on the device until the chunk's backward.
         buffers = [getattr(info, "buffer", None) for info in stage.args_recv_info.get(fwd_chunk_id, ())]
@@ -215,12 +215,8 @@ class PipelineOffload(Handle):
         else:
             parts = self.plan.parts
             chunk = ChunkParts(self._round, place, parts, self.plan.profile[number].saved_bytes / parts)
-        try:
-            with chunk:
-                result = self._watched(action, lambda: method(fwd_chunk_id, *args, **kwargs))
-        except BaseException:
-            self._round = None
-            raise
+        with chunk:
+            result = self._watched(action, lambda: method(fwd_chunk_id, *args, **kwargs))
         self._chunks[action.chunk] = chunk
         if self._probe is not None:
             self._probe.count(number, chunk.saved())
