@@ -12,6 +12,7 @@ import torch
 from llama import LAYERS, enable_checkpointing, llama
 from models import Composed, GptBlock
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
 import offload
@@ -356,6 +357,25 @@ def test_a_parameter_may_be_frozen_or_freed_between_forward_and_backward() -> No
         y = layer(x)
         layer.mlp[0].weight.requires_grad_(False)
         layer.mlp[0].bias.requires_grad_()
+        y.square().sum().backward()
+        return y.detach()
+
+    tiled_and_whole(Layer(), step)
+
+
+class Quantized(nn.Parameter):
+    """Has an attribute that a saved tensor lacks."""
+
+    scale: float
+
+
+def test_a_frozen_weight_keeps_what_its_class_adds() -> None:
+    def step(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        layer.mlp[0].weight = weight = Quantized(layer.mlp[0].weight.detach(), requires_grad=False)
+        weight.scale = 3.0
+        layer.mlp[0].register_forward_hook(lambda module, _, y: y * module.weight.scale)
+        with saved_tensors_hooks(torch.detach, lambda saved: saved):
+            y = layer(x)
         y.square().sum().backward()
         return y.detach()
 
