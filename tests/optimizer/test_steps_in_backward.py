@@ -9,6 +9,7 @@ import torch
 from lab import Lab, LateOptimizer
 from models import Stop, assert_same
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from training import (
     OPTIMIZERS,
     WIDTH,
@@ -16,9 +17,9 @@ from training import (
     Training,
     adamw,
     assert_same_training,
+    batch,
     build,
     loss_of,
-    plain_steps,
     resident,
     stream,
     values,
@@ -130,13 +131,17 @@ def test_gradients_that_are_changed_after_backward_are_refused(how: Any, fused: 
         run.optimizer.state_dict()
 
 
-def test_a_backward_that_fails_after_some_steps_is_told(lab: Lab) -> None:
+@pytest.mark.parametrize("nested", [False, True])  # as reentrant checkpoints run parts of backward
+def test_a_backward_that_fails_after_some_steps_is_told(nested: bool, lab: Lab) -> None:
     run = Training(lab.device, in_backward=True, chunk_bytes="4KiB")
     run.steps(range(2))
     saved = run.checkpoint
     message = "but backward was cut off when some parameters had made their step; load both from a checkpoint"
+    first, *middle, last = run.model
+    steps_first = nn.Sequential(*middle)
+    inside = (lambda x: checkpoint(steps_first, x, use_reentrant=True)) if nested else steps_first
     with pytest.raises(ValueError, match="stop"):
-        loss_of(nn.Sequential(run.model[0], Stop(), *run.model[1:]), 2).backward()
+        last(inside(Stop()(first(batch(2, run.model))))).square().mean().backward()
     for use in (run.optimizer.step, run.optimizer.state_dict, lambda: run.backward(2)):
         with pytest.raises(RuntimeError, match=message):
             use()
@@ -149,14 +154,16 @@ def test_a_backward_that_fails_before_any_step_changes_nothing(lab: Lab) -> None
     def train(streamed: bool) -> list[torch.Tensor]:
         model = build(lab.device).append(nn.LayerNorm(WIDTH, device=lab.device))  # it fills no chunk
         optimizer = adamw(model.parameters())
-        if streamed:
-            stream(optimizer, in_backward=True, consume_gradients=True)
+        handle = stream(optimizer, in_backward=True, consume_gradients=True) if streamed else None
         for number in range(3):
             stopping = nn.Sequential(*model[:-1], Stop(), model[-1])
             with pytest.raises(ValueError, match="stop"):
-                loss_of(stopping, number).backward()
+                loss_of(stopping, number + 1).backward()
             optimizer.zero_grad()
-            plain_steps(model, optimizer, [number])
+            with handle.no_step() if handle is not None and number == 1 else nullcontext():
+                loss_of(model, number).backward()
+            optimizer.step()
+            optimizer.zero_grad()
         return values(model, optimizer)
 
     assert_same_training(train)
