@@ -405,6 +405,15 @@ def test_a_thread_goes_on_where_another_one_has_ended(device: torch.device) -> N
         assert handle.stats().offloaded_bytes > 0
 
 
+def test_a_thread_may_run_later_layers_where_another_one_has_dropped_its_graph(device: torch.device) -> None:
+    layers, x = build("decoder", LAYERS, device)
+    expected = step_gradients(layers[1:], x)
+    with handle_for(layers):
+        layers[0](x)
+        [found] = in_threads(lambda: step_gradients(layers[1:], x))
+    assert_same(expected, found)
+
+
 @pytest.mark.parametrize("inside", [True, False], ids=["inside of a layer", "between layers"])
 def test_the_same_layers_in_two_threads_are_refused(inside: bool, device: torch.device) -> None:
     layers, x = build("decoder", LAYERS, device)
