@@ -33,6 +33,7 @@ def train(budget: int | None, lengths: Sequence[int] = LENGTHS) -> tuple[list[to
         optimizer.zero_grad()
         most.append(meter.peak_bytes + held)
     if prepared is not None:
+        assert prepared.plan.chosen.recipe == prepared.recipe, "also where none fits"
         prepared.remove()
     return [parameter.detach() for parameter in model.parameters()], most, recipes
 
