@@ -130,21 +130,44 @@ def test_layers_that_some_forwards_leave_out(lab: Lab) -> None:
         assert "recompute" in handle.regions(2).values()
 
 
-def test_a_layer_that_goes_another_way_in_backward_is_learned_anew(lab: Lab, unplanned: set[str]) -> None:
-    """Until it is known to do so each time: then nothing is handed over, and the layer runs once in backward."""
+def _catches(x: torch.Tensor, way: int) -> torch.Tensor:
+    try:
+        return x - -1 if way else x + 1
+    except Exception:  # noqa: BLE001  as a layer may do it
+        return x
+
+
+def _goes_on_in_order(x: torch.Tensor, w: torch.Tensor, way: int) -> torch.Tensor:
+    return _catches(x, way).sin().tanh() - (x * 2).sin()
+
+
+def _goes_on_as_data_decides(x: torch.Tensor, w: torch.Tensor, way: int) -> torch.Tensor:
+    y = _catches(x, way)
+    x.detach() * 2  # is skipped
+    return y[y > -9].view_as(y).sin()
+
+
+@pytest.mark.parametrize(
+    ("function", "policies", "runs"),
+    [(_other_order, ALL, 2), (_goes_on_in_order, MUL, 1), (_goes_on_as_data_decides, ALL, 2)],
+)
+def test_a_layer_that_goes_another_way_in_backward_is_learned_anew(
+    function: Callable[..., torch.Tensor], policies: dict[str, str], runs: int, lab: Lab, unplanned: set[str]
+) -> None:
+    """Until it is known to do so each time: then nothing is handed over. The layer runs once in backward, or never."""
     way, calls = Way(), [0]
 
-    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def counts(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         calls[0] += 1
-        return _other_order(x, w, way.now) * w.mean()
+        return function(x, w, way.now) * w.mean()
 
-    layers, x = functions(function, lab)
+    layers, x = functions(counts, lab)
     expected = step(layers, x)
-    with offloaded(layers, lab):
+    with offloaded(layers, lab, policies):
         for _ in range(12):
             calls[0] = way.now = 0
             assert_same(expected, step(layers, x, way.turn))
-    assert calls[0] == 2 * LAYERS
+    assert calls[0] == runs * LAYERS
 
 
 # What the second run saves, where something unknown decides the way of forward.
