@@ -134,6 +134,7 @@ def test_offload_layers_meets_the_budget_that_is_printed(share):
     assert meter.peak_bytes <= 1.02 * (usable - counted.parameters * 12)
 
 
+@pytest.mark.slow
 def test_text_has_the_regions(tmp_path, capsys):
     read_config("llama", SIZES).save_pretrained(tmp_path)
     kept = asked(capsys, str(tmp_path), "--memory=80GiB")

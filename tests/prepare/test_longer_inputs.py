@@ -38,6 +38,7 @@ def train(budget: int | None, lengths: Sequence[int] = LENGTHS) -> tuple[list[to
     return [parameter.detach() for parameter in model.parameters()], most, recipes
 
 
+@pytest.mark.slow
 def test_state_moves_to_the_host_where_longer_inputs_need_its_memory() -> None:
     expected, plain, _ = train(None)
     budget = max(plain) - weight_bytes()
@@ -49,6 +50,7 @@ def test_state_moves_to_the_host_where_longer_inputs_need_its_memory() -> None:
     assert most[-1] <= budget < most[6]
 
 
+@pytest.mark.slow
 def test_it_is_said_once_where_no_recipe_fits_longer_inputs() -> None:
     expected, plain, _ = train(None)
     with pytest.warns(UserWarning, match="memory_budget") as caught:

@@ -152,7 +152,7 @@ def test_state_on_the_host(clip: bool, lab: Lab) -> None:
     assert recipes[-1] == STREAMED
 
 
-@pytest.mark.parametrize("again", [None, 4], ids=["", "prepared again"])
+@pytest.mark.parametrize("again", [None, pytest.param(4, marks=pytest.mark.slow)], ids=["", "prepared again"])
 @pytest.mark.parametrize("last", [RESIDENT, STREAMED], ids=["resident", "streamed"])
 def test_master_weights(last: Recipe, again: int | None, lab: Lab) -> None:
     """On the device and on the host; the table counts the 16 bits that bfloat16 lacks. No remove() rounds them."""

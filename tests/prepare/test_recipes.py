@@ -77,6 +77,7 @@ def test_seconds_of_the_link() -> None:
     assert LLAMA.link_s(ON_HOST, link)[:2] == pytest.approx((layers_s, 13 * both_s))
 
 
+@pytest.mark.slow
 def test_the_shortest_recipe_is_chosen() -> None:
     """The link carries state, weights and activations: a budget that holds the state has the shorter step."""
     link = offload.Link(50e9, 50e9, 100e9)
