@@ -80,7 +80,7 @@ def compare(name: str, device: torch.device, link: offload.Link, *, small: bool)
     comparison = Comparison(model, device, settle=1, steps=3, times=3)
     comparison.add({"what": "nothing"})
     comparison.add({"what": "checkpoint all"}, model.checkpointing)
-    comparison.add({"what": "checkpoint all, inputs travel"}, partial(around_checkpoints, model, min_bytes))
+    comparison.add({"what": "checkpoint all, inputs offloaded"}, partial(around_checkpoints, model, min_bytes))
     whole = replace(profile, layers=tuple(replace(one, regions=()) for one in profile.layers))
     for gib in BUDGETS_GIB[name]:
         budget = round(profile.saved_bytes * gib / 24 if small else gib * GIB)

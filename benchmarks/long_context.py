@@ -6,10 +6,10 @@
 A row is a number of tokens, or the device memory to be content with, and a way. The loss is computed in chunks in all
 of them. Ways for a number of tokens:
 
-- ``inputs``: Hugging Face's checkpointing inside of this library, so that the layers' inputs travel; MLPs in tiles. It
-  is the recipe of Arctic Long Sequence Training.
+- ``inputs``: Hugging Face's checkpointing inside of this library, so that the layers' inputs are offloaded; MLPs in
+  tiles. It is the recipe of Arctic Long Sequence Training.
 - ``plan``: regions are kept, offloaded or recomputed by a plan, from a profile of fewer tokens; MLPs in tiles.
-- ``hand``: attention's outputs travel with the inputs, in as many layers as the host has room for; no plan.
+- ``hand``: attention's outputs are offloaded with the inputs, in as many layers as the host has room for; no plan.
 - ``equal``: loss and gradients of ``hand`` beside those of the model as it is, checkpointed.
 
 Ways for a limit of device memory, each with the longest sequence for which a step passes: ``nothing``,
@@ -131,7 +131,7 @@ class Benchmark:
                 options["plan"] = plan
                 pinned = plan.host_bytes
             else:
-                # A layer's input travels, and by hand attention's output with a sum in float32 per token and head.
+                # A layer's input is offloaded, and by hand attention's output with a sum in float32 per token and head.
                 per_layer = tokens * (2 * model.wide_bytes + 4 * model.heads if way == "hand" else model.wide_bytes)
                 options["num_layers"] = min(len(model.layers) - 2, self.host // per_layer)
                 pinned = options["num_layers"] * per_layer

@@ -179,7 +179,7 @@ NOTHING = Offloading()
 
 
 def offloading(num_layers: int, model_layers: int, device: torch.device, **options: Any) -> Offloading:
-    """A context for tests: small tensors travel too, and k = N-1 is not worth a warning."""
+    """A context for tests: small tensors are offloaded, too, and k = N-1 is not worth a warning."""
     options = {"min_bytes": 0, "device": device, **options}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="num_layers = model_layers - 1")

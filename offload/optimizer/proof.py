@@ -10,6 +10,7 @@ What steps other tensors is a stand-in: an optimizer of the user's class. The us
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -30,10 +31,10 @@ def with_groups(optimizer: torch.optim.Optimizer) -> list[tuple[int, torch.Tenso
 
 def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     """The step of the optimizer's class, a function of an optimizer, without the hooks that PyTorch runs around it."""
-    step: Any = type(optimizer).step
-    while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
-        step = step.__wrapped__
-    return step  # type: ignore[no-any-return]
+    found: Callable[..., Any] = inspect.unwrap(
+        type(optimizer).step, stop=lambda step: not getattr(step, "hooked", False)
+    )
+    return found
 
 
 def stand_in_for(optimizer: torch.optim.Optimizer, groups: list[Group], state: dict[Any, Any]) -> torch.optim.Optimizer:

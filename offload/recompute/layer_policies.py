@@ -57,7 +57,7 @@ class LayerPolicies(RegionPolicies):
         self.ways: dict[InputKind, Way] = {}
         """What was learned, by kind of input."""
         self.failures: Counter[InputKind] = Counter()
-        """How often each kind of input was learned in vain."""
+        """How often each kind of input was learned for nothing."""
         self.costs: tuple[RegionProfile, ...] = ()
         """What each region costs, where that was asked for."""
         self.learned = 0

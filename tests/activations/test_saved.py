@@ -171,7 +171,7 @@ SHARED: dict[str, tuple[dict[int, tuple[bool, int, bool, int]], int, int, int]] 
     "a later one that stays": ({0: (True, 2, False, 2)}, 2, 1, 1),  # which does not look, as others cost nothing
     "an offloaded layer, behind one that stays": ({1: (True, 3, False, 2)}, 1, 1, 0),
 }
-"""Moves, the layer that saves the first one's storage as well, and how often it is reloaded, and offloaded in vain."""
+"""Moves, the layer that saves the first one's storage as well, how often it is reloaded, and offloaded for nothing."""
 
 
 @pytest.mark.parametrize(("moves", "second", "reloads", "wasted"), SHARED.values(), ids=list(SHARED))

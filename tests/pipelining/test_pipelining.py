@@ -308,9 +308,8 @@ def test_a_failing_layer_gives_up_the_step(options, error, when):
         return forward(x)
 
     layer.forward = failing
-    with pytest.raises((RuntimeError, KeyboardInterrupt), match=r"failed to run forward|^$"):  # noqa: PT012  of two steps
-        for _ in range(2):
-            assert same(step(schedule, stage), expected)
+    with pytest.raises((RuntimeError, KeyboardInterrupt), match=r"failed to run forward|^$"):
+        assert all(same(step(schedule, stage), expected) for _ in range(2))
     assert not _get_current_dispatch_mode_stack()
     stage.submod.zero_grad()
     schedule._internal_losses.clear()  # PyTorch keeps them after an error

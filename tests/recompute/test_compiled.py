@@ -37,7 +37,7 @@ POLICIES: dict[str, dict[str, str]] = {
     "keep": {"*": "keep"},
     "offload": {"*": "offload"},
     "recompute": {"*": "recompute"},
-    "recompute, the input travels": {"input": "offload", "*": "recompute"},
+    "recompute, the input offloaded": {"input": "offload", "*": "recompute"},
 }
 
 
@@ -96,8 +96,8 @@ def test_a_compiled_layer_is_one_region(block: str, how: str, lab: Lab) -> None:
             assert handle.regions(0) == {"compiled forward": policies["*"]}
             moved[name] = handle.stats().offloaded_bytes
     assert moved["keep"] == 0
-    # Of the only layer that travels: its input is a leaf, and its output's last use is the next layer's.
-    assert moved["offload"] > moved["recompute"] == moved["recompute, the input travels"]
+    # Of the only layer that is offloaded: its input is a leaf, and its output's last use is the next layer's.
+    assert moved["offload"] > moved["recompute"] == moved["recompute, the input offloaded"]
 
 
 RUNS: Counter[int] = Counter()

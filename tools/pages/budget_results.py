@@ -54,7 +54,7 @@ def _off(predicted: str, measured: str) -> Any:
 
 
 BUDGETS: Columns = {
-    "": ("what", lambda what: what.replace("inputs travel", "inputs offloaded")),
+    "": ("what", str),
     "step, ms": ("step_s", ms),
     "against nothing": ("ratio", more),
     "predicted": _off("predicted_s", "step_s"),

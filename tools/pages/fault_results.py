@@ -19,14 +19,6 @@ if TYPE_CHECKING:
 
 TRACES = Path("results/faults")
 
-WORDS = {
-    "none of them": "no fault",
-    "layers travel free": "layers are offloaded for free",
-    "layers travel": "layers are offloaded",
-    "than the link carries": "than the link can carry",
-}
-"""Words of the record → words of the pages."""
-
 
 def draw(name: str, *, narrow: bool = False) -> Figure:
     """A fault's timeline, from the trace that ``benchmarks.faults`` wrote; the page has a heading above it."""
@@ -44,11 +36,9 @@ def draw(name: str, *, narrow: bool = False) -> Figure:
 
 def said(row: Row) -> str:
     """The picture in words."""
-    sees, recorded = row["sees"], row["recorded"]
-    for recorded_words, words in WORDS.items():
-        sees = sees.replace(recorded_words, words)
+    recorded = row["recorded"]
     return (
-        f"Recorded timeline of three streams and of memory. What one sees: {sees}. The recorded step takes "
+        f"Recorded timeline of three streams and of memory. What one sees: {row['sees']}. The recorded step takes "
         f"{ms(recorded['duration_s'])} ms, {ms(recorded['stall_s'])} of them stalled."
     )
 
