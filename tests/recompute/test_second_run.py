@@ -742,6 +742,32 @@ flash.register_autograd(
 )
 
 
+@torch.library.custom_op("offload_tests::flash_attention", mutates_args=())
+def flash_attention(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The kernel of flash-attn that PyTorch comes with, as flash-attn and xFormers offer it: without the tag."""
+    how = {"dropout_p": 0.5, "is_causal": False, "return_debug_mask": False}
+    found = torch.ops.aten._flash_attention_forward(x, x, x, None, None, *[x.shape[1]] * 2, **how)
+    return found[:3]
+
+
+def _flash_attention_backward(ctx: Any, gradient: torch.Tensor, *_: object) -> torch.Tensor:
+    x, *results, state = ctx.saved_tensors
+    how = (None, None, *[x.shape[1]] * 2, 0.5, False, state, torch.empty(0, device=x.device))
+    return sum(torch.ops.aten._flash_attention_backward(gradient, x, x, x, *results, *how))
+
+
+flash_attention.register_autograd(
+    _flash_attention_backward,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output),
+)
+
+
+def attended(x: torch.Tensor) -> torch.Tensor:
+    """One head of 16 for every 16 features; in bfloat16, as the kernel needs."""
+    heads = x.to(torch.bfloat16).view(len(x), -1, WIDTH // 16, 16)
+    return flash_attention(heads)[0].to(x.dtype).view(x.shape)
+
+
 def picked(x: torch.Tensor) -> torch.Tensor:
     """What the numbers are drawn from is not saved, and must not be whatever memory holds: NaN is an error."""
     return x.gather(-1, x.detach().softmax(-1).flatten(0, -2).multinomial(WIDTH, replacement=True).view(x.shape))
@@ -762,7 +788,18 @@ def test_what_draws_and_is_kept_runs_again_before_what_draws(
     draw: Callable[..., torch.Tensor], kept: tuple[str, ...], lab: Lab
 ) -> None:
     """Its result is kept, and nothing else asks for it; but the numbers drawn after it are others without it."""
+    assert_draws_again(draw, kept, lab)
 
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kept", [("*flash_attention",), ()], ids=["kept", "recomputed"])
+def test_flash_attention_that_does_not_say_that_it_draws(kept: tuple[str, ...], lab: Lab) -> None:
+    if lab.device.type == "cpu":
+        return  # the kernel is CUDA's
+    assert_draws_again(lambda x: attended(attended(x)), kept, lab)
+
+
+def assert_draws_again(draw: Callable[..., torch.Tensor], kept: tuple[str, ...], lab: Lab) -> None:
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         first = draw(x * 2).sin()
         second = F.dropout(x + 1, 0.5).tanh()
@@ -1335,9 +1372,20 @@ FACTOR = [0.0]
 
 
 def _fill(y: torch.Tensor, z: torch.Tensor, start: int = 0) -> torch.Tensor:
-    """By way of NumPy, and with zeros at first, as adapters are: whatever ``z`` holds, the bits are the same then."""
-    y.numpy()[..., start:] = z.numpy()[..., start:] * FACTOR[0] if FACTOR[0] else 0
+    """By NumPy or a Triton kernel; zeros at first, as adapters are: whatever ``z`` holds, the bits are the same."""
+    if y.device.type == "cpu":
+        y.numpy()[..., start:] = z.numpy()[..., start:] * FACTOR[0] if FACTOR[0] else 0
+    else:
+        import triton_kernels  # Triton comes with PyTorch for GPUs alone
+
+        triton_kernels.scale(y[..., start:], z[..., start:], FACTOR[0])
     return y
+
+
+def _made(z: torch.Tensor) -> torch.Tensor:
+    if z.device.type == "cpu":
+        return torch.from_numpy(z.numpy() * FACTOR[0])
+    return _fill(torch.empty(z.shape, device=z.device), z)
 
 
 def _beside(x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
@@ -1352,7 +1400,7 @@ UNSEEN: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "changed in place": lambda x, z: _fill(torch.empty_like(x), z).mul_(1),
     "added in place": lambda x, z: (x * 0.1).add_(_fill(torch.empty_like(x), z)),
     "copied": lambda x, z: torch.empty_like(x).copy_(_fill(torch.empty_like(x), z)),
-    "made": lambda x, z: torch.from_numpy(z.numpy() * FACTOR[0]).nan_to_num_().add_(x),
+    "made": lambda x, z: _made(z).nan_to_num_().add_(x),
     "out": lambda x, z: torch.sin(_fill(torch.empty_like(x), z), out=torch.empty_like(x)),
 }
 
@@ -1371,8 +1419,6 @@ class _Kernel(torch.autograd.Function):
 @pytest.mark.parametrize("how", UNSEEN.values(), ids=list(UNSEEN))
 def test_a_kernel_that_writes_unseen(how: Callable[..., torch.Tensor], lab: Lab) -> None:
     """What it reads must be computed again, although the comparison in the first step cannot tell."""
-    if lab.device.type != "cpu":
-        pytest.skip("NumPy writes into the memory of the CPU")
     layers, x = functions(lambda x, w: _Kernel.apply(x + 1, x * 3, how).sin().tanh() - x.sin(), lab)
     expected = {}
     for FACTOR[0] in (0, 2):
