@@ -54,6 +54,7 @@ class Run:
         self.device = device
         self.model = Training(device, 256 if small else 8192, small=small)
         self.parameters = list(self.model.module.parameters())
+        self.frees_gradients = False
 
     def adamw(self) -> torch.optim.Optimizer:
         """A new optimizer without state; the one before is gone."""
@@ -68,7 +69,7 @@ class Run:
         if microbatches > 1:
             nn.utils.clip_grad_norm_(self.parameters, 1.0)
         self.model.optimizer.step()
-        self.model.optimizer.zero_grad(set_to_none=False)
+        self.model.optimizer.zero_grad(set_to_none=self.frees_gradients)
 
     def measure(self, row: Row, handle: offload.StreamedOptimizer | None) -> None:
         """Fill the row with times, the peak of device memory, and what the link carries in a step."""
@@ -115,7 +116,7 @@ def torchao_row(run: Run, row: Row) -> None:
         return
     from torchao.optim import CPUOffloadOptimizer
 
-    run.model.optimizer = None
+    run.model.optimizer, run.frees_gradients = None, True  # torchao's knows no other way
     give_memory_back(run.device)
     run.model.optimizer = CPUOffloadOptimizer(run.parameters, torch.optim.AdamW, lr=1e-5, fused=True)
     run.measure(row, None)

@@ -182,8 +182,11 @@ class BackwardSteps:
         return self.stepper.last_copy
 
     def settle(self) -> None:
-        """Block until no copy to the host runs, also those of a step that an interrupt has cut off."""
-        if self.stepper.torn and not self._runs:
+        """Block until no copy to the host runs, also those of a step that an interrupt has cut off.
+
+        Autograd's own thread may not have freed that backward yet, so that it still counts as running.
+        """
+        if self.stepper.torn:
             self.stepper.backend.synchronize()
         self.stepper.settle()
 

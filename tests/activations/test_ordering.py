@@ -124,16 +124,12 @@ SCENARIOS: dict[Wait, Callable[[Lab], bool]] = {
 }
 
 
+@pytest.mark.alone  # the device must be slower than this process, whatever others do on the machine
 @pytest.mark.parametrize("wait", list(Wait))
-def test_right_with_the_wait(wait: Wait, lab: Lab) -> None:
+def test_right_with_the_wait_and_wrong_without_it(wait: Wait, lab: Lab) -> None:
     made = lab.count_waits()
     assert SCENARIOS[wait](lab)
     assert wait in made
-
-
-@pytest.mark.alone  # the device must be slower than this process, whatever others do on the machine
-@pytest.mark.parametrize("wait", list(Wait))
-def test_wrong_without_the_wait(wait: Wait, lab: Lab) -> None:
     lab.drop(wait)
     assert not SCENARIOS[wait](lab)
 
