@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -76,13 +77,14 @@ class Levels(NamedTuple):
 
     costs: tuple[RegionProfile, ...]  # the layer's inputs, and what each level keeps beside the one before
     seconds: Mapping[Level, float]  # of each level that was tried
+    host_s: float  # of the host where everything is recomputed
     said: list[str]
 
 
 class _LevelRun(NamedTuple):
     gradients: list[torch.Tensor | None]
     saved_bytes: int
-    marks: tuple[Any, Any]
+    timed: tuple[tuple[Any, Any], float]  # the marks at its begin and end, and the host's seconds
     states: list[torch.Tensor]  # of the generators, after forward and after backward
 
 
@@ -136,7 +138,7 @@ class _Trial:
 
         arguments = self._arguments()
         with torch.enable_grad(), drawn_again(self._random):
-            begin = self._backend.mark()
+            begin, begin_s = self._backend.mark(), time.perf_counter()
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 output = self._forward.at(level, *arguments)
             states = [generator.get_state() for generator in self._random]
@@ -145,8 +147,10 @@ class _Trial:
                 raise NotCompiledError("its output needs no gradient")
             with torch.autocast(self._backend.device.type, enabled=False):
                 found = torch.autograd.grad(outputs, self._wanted, self._upstream_of(outputs), allow_unused=True)
+            host_s = time.perf_counter() - begin_s
             states += [generator.get_state() for generator in self._random]
-        return _LevelRun(list(found), sum(saved.values()), (begin, self._backend.mark()), states)
+        timed = (begin, self._backend.mark()), host_s
+        return _LevelRun(list(found), sum(saved.values()), timed, states)
 
     def _arguments(self) -> tuple[Any, Any]:
         # No leaves, which autograd holds in any case, as it does not hold what a layer before has computed.
@@ -180,6 +184,7 @@ def try_levels(
     """
     said: list[str] = []
     seconds: dict[Level, float] = {}
+    host_s: dict[Level, float] = {}
     saved: dict[Level, int] = {}
     try:
         trial = _Trial(layer, forward, given, rules, backend)
@@ -203,9 +208,11 @@ def try_levels(
                     said.append(f"rounds gradients otherwise where it saves {_SAVES[level]}, as its dtypes allow")
                 if apart <= 1 and (forward.asked or not rounds):
                     saved[level] = found.saved_bytes
+                    host_s[level] = found.timed[1]
                     del found
-                    times = () if known else [trial.run(level).marks for _ in range(TIMES)]
-                    seconds[level] = known.get(level, 0.0) if known else min(backend.seconds(times))
+                    times = [] if known else [trial.run(level).timed for _ in range(TIMES)]
+                    seconds[level] = known.get(level, 0.0) if known else min(backend.seconds(one for one, _ in times))
+                    host_s[level] = min([host_s[level], *(took_s for _, took_s in times)])
                 elif level is Level.NOTHING:
                     break  # then no other level will do
     except NotCompiledError:
@@ -215,11 +222,11 @@ def try_levels(
         raise NotCompiledError(f"{type(error).__name__}: {first}", compiles=False) from error
     if Level.NOTHING not in saved or saved[Level.NOTHING] >= saved.get(Level.ALL, 0):
         raise NotCompiledError("; ".join(said) or "its graph saves no more than its inputs")
-    return _listed(seconds, saved, said)
+    return Levels(_listed(seconds, saved), seconds, host_s[Level.NOTHING], said)
 
 
-def _listed(seconds: Mapping[Level, float], saved: Mapping[Level, int], said: list[str]) -> Levels:
-    """The levels of which each saves more than the one before, with what each adds."""
+def _listed(seconds: Mapping[Level, float], saved: Mapping[Level, int]) -> tuple[RegionProfile, ...]:
+    """What the levels keep of which each saves more than the one before, with what each adds."""
     levels = [Level.ALL]
     for level in (Level.PRODUCTS, Level.ATTENTION, Level.NOTHING):
         if level in saved and saved[level] < saved[levels[0]]:
@@ -232,7 +239,7 @@ def _listed(seconds: Mapping[Level, float], saved: Mapping[Level, int], said: li
     for number, (below, level) in enumerate(pairwise(levels)):
         more, took_s = saved[level] - saved[below], taken[number] - taken[number + 1]
         costs.append(RegionProfile(NAMES[level], more, took_s, (0,), only_with=number or None))
-    return Levels(tuple(costs), seconds, said)
+    return tuple(costs)
 
 
 _HARMLESS = (Place, bool, int, float, str, torch.dtype, torch.device, type(None))
@@ -349,7 +356,7 @@ class FollowCompiledPlan(FollowPlan):
             return
         if known is None:
             timed.append(found.seconds)
-        policies.learn(inputs, found.costs)
+        policies.learn(inputs, found.costs, found.host_s)
         for line in found.said:
             self._log(logging.INFO, number, f"({type(layer).__name__}), compiled, {line}")
 

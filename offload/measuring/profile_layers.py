@@ -227,9 +227,11 @@ def _host_seconds(policies: Sequence[LayerPolicies], times: LayerTimes) -> Itera
         statistics.median([run_s for *_, run_s in one.second_runs] or [0.0]) if backward_s else 0.0
         for one, backward_s in zip(policies, backwards_s, strict=True)
     ]
-    for forward_s, backward_s, run_s in zip(*map(_filled, (forwards_s, backwards_s, runs_s)), strict=True):
+    every = zip(policies, *map(_filled, (forwards_s, backwards_s, runs_s)), strict=True)
+    for one, forward_s, backward_s, run_s in every:
         plain_s, again_s = min(forward_s, run_s or forward_s), min(backward_s, run_s)
-        yield HostSeconds(plain_s + backward_s - again_s, forward_s - plain_s, again_s)
+        kept_s = min(plain_s + backward_s - again_s, one.host_s)
+        yield HostSeconds(kept_s, forward_s - plain_s, again_s)
 
 
 def _filled(seconds: Sequence[float]) -> list[float]:

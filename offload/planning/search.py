@@ -69,7 +69,8 @@ class Choice(NamedTuple):
 class Score(NamedTuple):
     """What a choice comes to; the least is the best."""
 
-    step_s: float  # rounded, so that of equally fast choices that is best which offloads the fewest bytes
+    step_s: float  # rounded, so that of equally fast choices that is best which recomputes and then offloads the least
+    recompute_s: float  # free where the host binds the step, but the host may be faster than it was when measured
     host_bytes: int
     peak_bytes: int
 
@@ -166,7 +167,8 @@ class Search:
         if peak > self.most_bytes or host > self.most_host_bytes:
             return None
         found_s = step_s(costs, choice.num_layers, profile.loss_s, profile.other_s)
-        return Score(float(f"{found_s:.9g}"), host, peak), choice
+        recompute_s = math.fsum(map(attrgetter("recompute_s"), costs))
+        return Score(float(f"{found_s:.9g}"), float(f"{recompute_s:.9g}"), host, peak), choice
 
     def best(self) -> Found | None:
         """The best choice that was found; ``None`` if the least peak does not fit."""

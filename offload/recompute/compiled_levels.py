@@ -243,10 +243,10 @@ class CompiledPolicies(LayerPolicies):
             return False
         return LayerInputs(*given).sizes not in self._tried
 
-    def learn(self, given: tuple[Any, Any], costs: tuple[RegionProfile, ...]) -> None:
-        """What was tried: the regions that levels keep, one more from level to level."""
+    def learn(self, given: tuple[Any, Any], costs: tuple[RegionProfile, ...], host_s: float) -> None:
+        """What was tried: the regions that levels keep, one more from level to level, and the host's seconds."""
         self._tried.append(LayerInputs(*given).sizes)
-        self.costs = costs
+        self.costs, self.host_s = costs, host_s
         self.learned += 1
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 import weakref
 from collections import Counter
@@ -60,6 +61,8 @@ class LayerPolicies(RegionPolicies):
         """How often each kind of input was learned for nothing."""
         self.costs: tuple[RegionProfile, ...] = ()
         """What each region costs, where that was asked for."""
+        self.host_s = math.inf
+        """Seconds of the host for forward and backward, where a trial has taken them."""
         self.learned = 0
         self.last: Way | None = None
         self._parameters: list[nn.Parameter] | None = None

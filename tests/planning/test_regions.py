@@ -22,6 +22,7 @@ from offload.planning.layer_costs import (
 )
 from offload.planning.plan import Plan, make_plan
 from offload.planning.profile import HostSeconds, LayerProfile, Link, Profile
+from offload.planning.search import Among
 from offload.planning.simulate import simulate
 from offload.recompute.costs import LayerPolicy, RegionProfile
 from offload.schedule.schedule import Schedule
@@ -298,6 +299,12 @@ class TestPlan:
         fewer, more = (make_plan(one, "6GiB", PCIE).policies.count(None) for one in (REFERENCE, profile))
         assert more > fewer
         assert "for the host" in str(found)
+
+    def test_what_fits_is_kept_where_the_host_hides_that_it_is_recomputed(self):
+        """The host may be faster than it was when it was measured."""
+        plain = make_plan(REFERENCE, "12GiB", PCIE, among=Among.CHECKPOINTS)
+        bound = replace(REFERENCE, layers=(replace(DECODER, host=HostSeconds(0.1, 0, 0)),) * 20)
+        assert make_plan(bound, "12GiB", PCIE, among=Among.CHECKPOINTS).policies == plain.policies
 
     def test_a_layer_that_is_recomputed_as_a_whole_frees_sooner(self):
         """One that keeps anything does not."""
