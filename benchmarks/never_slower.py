@@ -9,7 +9,7 @@ run PyTorch's checkpointing of as few layers as fit, and whole-layer offloading 
 of all layers, and PyTorch's selective checkpointing with products and attention kept, are rows for every budget that
 they fit. The ways take turns, and every time is the mean of some steps in a row.
 
-With ``--compiled``, each layer compiled, too: alone, with PyTorch's checkpointing in the compiled graphs, and by
+With ``--compiled``, each layer compiled instead: alone, with PyTorch's checkpointing in the compiled graphs, and by
 ``memory_budget=, compile=``. Shares are those of the step of compiled layers then.
 """
 
@@ -144,18 +144,16 @@ def main() -> None:
     parser.add_argument("--shares", nargs="+", type=float, default=SHARES)
     parser.add_argument("--turns", type=int, default=TURNS)
     backends = {"nargs": "?", "const": "inductor", "metavar": "BACKEND"}
-    parser.add_argument("--compiled", help="also compile the layers, by Inductor or this backend", **backends)
+    parser.add_argument("--compiled", help="compile the layers, by Inductor or this backend", **backends)
     arguments, device = asked(parser, "results/never_slower.json")
     link = offload.measure_link(device)
     print(link)
     record = Record(arguments, device, link=vars(link))
     for name in arguments.only:
         budgets = Budgets(name, device, link, small=arguments.small, shares=arguments.shares)
-        budgets.add_all()
-        if arguments.compiled is not None and "error" not in budgets.ways[0].row:
-            budgets.add_all(arguments.compiled)
-        rows = [{"model": name, **row} for row in budgets.finished(arguments.turns)]
-        record.add(*rows, instead_of=["model"])
+        budgets.add_all(arguments.compiled)
+        rows = [{"model": name, "compiled": is_compiled(row), **row} for row in budgets.finished(arguments.turns)]
+        record.add(*rows, instead_of=["model", "compiled"])
         del budgets
         give_memory_back(device)
     rows = record.rows()
