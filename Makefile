@@ -7,10 +7,10 @@
 # All prepare .venv on their first run and reuse it afterwards.
 
 # The interpreter that .venv is made from. If it can import torch>=2.11, that torch is used as it is;
-# otherwise $(TORCH) is installed. On Linux, the plain package brings several GB of CUDA libraries: on a
+# otherwise $(TORCH) is installed, the newest that pip finds. On Linux, the plain package brings several GB of CUDA libraries: on a
 # machine without a GPU set TORCH or pip's own settings (PIP_FIND_LINKS, ...) so that a CPU build is found.
 PYTHON ?= python3
-TORCH ?= torch==2.13.0
+TORCH ?= torch>=2.11,<2.16
 # The oldest and the newest torch that the library supports, which `make test-versions` installs below build/.
 VERSIONS ?= 2.11.0 2.15.0
 
