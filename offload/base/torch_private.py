@@ -15,7 +15,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from importlib.machinery import ModuleSpec
 from types import MethodType
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -83,12 +82,14 @@ push_hooks = _find("_C._autograd._push_saved_tensors_default_hooks")  # lets aut
 why_no_hooks = _find("_C._autograd._saved_tensors_hooks_get_disabled_error_message")
 """PyTorch's own words if it allows no hooks on saved tensors here, as inside ``torch.func.grad``."""
 next_node = _find("_C._autograd._get_sequence_nr")  # its number; nodes made earlier in this thread have lower ones
-keeps_graph = _find("_C._autograd._get_current_graph_task_keep_graph")
-"""Whether the backward that runs was called with ``retain_graph=True``."""
+keeps_graph = _find("_C._autograd._get_current_graph_task_keep_graph")  # whether backward has retain_graph=True
 _node_at_work = _find("_C._current_autograd_node")
 keep_versions = _find("autograd._unsafe_preserve_version_counter")  # a context that undoes changes of a version
 CAST_NODE = _constant("_C._functions.ToCopyBackward0")  # the node of ``Tensor.to``, which autocast calls on a parameter
 RESHAPED_NODE = _constant("_C._functions.UnsafeViewBackward0")  # it gives a matrix product's result its shape
+
+run_first = operator.methodcaller("_set_sequence_nr", 2**64 - 1)
+"""Lets backward run a node as soon as its gradient is there, as a leaf's: the highest number runs first."""
 
 
 def in_backward() -> bool:
@@ -142,11 +143,6 @@ class EndOfBackward:
     def __del__(self) -> None:
         if not sys.is_finalizing():
             self._end(failed=True)
-
-
-def run_first(node: Any) -> None:
-    """Let backward run a node as soon as its gradient is there, as a leaf's: the highest number runs first."""
-    node._set_sequence_nr(2**64 - 1)
 
 
 def is_captured(node: Any) -> bool:
@@ -210,8 +206,7 @@ def state_of(module: nn.Module) -> list[dict[str, Any]]:
     return [vars(module), module._parameters, module._buffers, module._modules]
 
 
-schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
-"""What an operation, as a dispatch mode is given it, takes, returns and writes."""
+schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")  # what an operation takes, returns and writes
 CAST, OPERATOR = torch.ops.aten._to_copy.default, _constant("_ops.OpOverload")
 MODULE_CALL = _constant("nn.Module._call_impl.__code__")
 
@@ -250,10 +245,8 @@ def owners_of(storage: torch.UntypedStorage) -> int:
 
 APPLY = "_apply"  # the method of a module that ``to``, ``cuda``, ``half`` and others call
 forward_pre_hooks: Callable[[nn.Module], dict[int, Any]] = operator.attrgetter("_forward_pre_hooks")
-running_ddp: Callable[[], Any] = functools.partial(_take, "_active_ddp_module", DistributedDataParallel)
-"""The ``DistributedDataParallel`` whose forward runs, if there is one."""
+running_ddp: Callable[[], Any] = functools.partial(_take, "_active_ddp_module", DistributedDataParallel)  # or None
 ddp_parameters: Callable[[Any], Iterable[nn.Parameter]] = functools.partial(_take, "_module_parameters")
-"""The parameters whose gradients a ``DistributedDataParallel`` reduces."""
 
 
 def ordinary_apply(module: nn.Module) -> MethodType:
@@ -340,29 +333,38 @@ def leave_to_interpreter() -> None:
 
 def forget_compiled() -> None:
     """Let all code be compiled again: the compiler does not look whether a module's hooks have changed."""
-    compiler: Any = sys.modules.get("torch._dynamo")
-    if compiler is not None:
+    if (compiler := sys.modules.get("torch._dynamo")) is not None:
         compiler.reset_code_caches()
+
+
+def has_compiled() -> bool:
+    """Whether this program has compiled code."""
+    return bool(_take("output_codes.seen_ids", importlib.import_module("torch._dynamo.convert_frame")))
+
+
+@functools.cache
+def before_unseen_reads(call: Callable[[], Any]) -> None:
+    """Have ``call`` called before CUDA graphs are replayed, and before code is compiled: neither says what it reads."""
+    replay = torch.cuda.CUDAGraph.replay
+    torch.cuda.CUDAGraph.replay = lambda graph: (call(), replay(graph))[1]  # type: ignore[assignment, method-assign]
+    importlib.import_module("torch._dynamo.callback").callback_handler.register_start_callback(lambda _: call())
 
 
 class _WhenRulesAreImported:
     """Adds the package to the compiler's rules as soon as those have been imported."""
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
         if name != _RULES:
             return None
         sys.meta_path.remove(self)  # the finder that is asked next is the real one
-        spec = importlib.util.find_spec(name)
-        loader: Any = None if spec is None else spec.loader
-        if loader is None:
-            return spec
-        load = loader.exec_module
+        spec: Any = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
 
         def exec_module(rules: Any) -> None:
             load(rules)
             rules.add("offload")
 
-        loader.exec_module = exec_module
+        spec.loader.exec_module = exec_module
         return spec
 
 

@@ -57,6 +57,7 @@ class StepWait(Enum):
     RELEASE = "compute reuses the memory of state that is still being copied to the host"
     GRADIENT = "a step beside backward reads a gradient before backward has written it"
     JOINED = "backward returns, or reuses the memory of a gradient, while a step beside it still runs"
+    NEXT_FORWARD = "the program reads a parameter, or changes a gradient, while a step beside it still runs"
     READ = "the program reads state, or weights, on the host that are still being written"
 
 
@@ -280,6 +281,8 @@ class ChunkStepper:
             slot.held = [value for *_, value in copies]
         for state, *_ in copies:
             state.written = slot.free
+        for piece in loaded.chunk:
+            piece.state.stepped = stepped
         self.counters["chunks"] += 1
 
     def finish(self) -> None:
@@ -431,8 +434,7 @@ def seconds_per_element(
     size = max(1, min(len(largest), chunk_bytes // STATE_BYTES // columns)), *largest.shape[1:]
     parameter = nn.Parameter(torch.zeros(size, dtype=largest.dtype, device=device))
     parameter.grad = torch.zeros_like(parameter)
-    group = {**optimizer.param_groups[number], "params": [parameter]}
-    alone = stand_in_for(optimizer, [group], defaultdict(dict))
+    alone = stand_in_for(optimizer, [{**optimizer.param_groups[number], "params": [parameter]}], defaultdict(dict))
     backend = get_backend(device)
     proof = prove(alone, state_dtype, device)
     options: dict[str, Any] = {"state_dtype": state_dtype, "master_weights": master_weights, "max_host_bytes": None}

@@ -150,6 +150,7 @@ class ParameterState:
         self.weights: torch.Tensor | None = None  # on the device, where a layer that was in backward has left them
         self.total: torch.Tensor | None = None  # of weights on the host: the gradient there, to which that is added
         self.written: Event | None = None  # after it, the copies that were queued to the homes are over
+        self.stepped: Event | None = None  # after it, the last step is over
 
     def sources(self) -> dict[str, torch.Tensor]:
         """What a step needs on the device beside state and :attr:`gradient`."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
+from torch import nn
 
 from offload.activations.stats import Stats
 from offload.base.checks import check_type, format_bytes, parse_bytes
@@ -19,6 +20,7 @@ from offload.device.cuda import CaptureError
 from offload.device.select import get_backend
 from offload.optimizer.chunks import ChunkStepper, check_dense
 from offload.optimizer.early import BackwardSteps
+from offload.optimizer.forward import ForwardSteps
 from offload.optimizer.proof import prove, with_groups, without_parameters
 from offload.optimizer.state import holder_of, holders_of, local, spread
 
@@ -40,6 +42,8 @@ class OptimizerStats(Stats):
     chunks: int = 0  #: Chunks that were stepped.
     backward_chunks: int = 0
     """Chunks that were stepped beside backward; the others were stepped in ``optimizer.step()``."""
+    forward_parameters: int = 0
+    """Parameters, in all steps, for which ``optimizer.step()`` did not wait, as what reads them does."""
     loaded_bytes: int = 0
     """State copied from the host to the device, and weights and gradients that are on the host, where needed."""
     written_bytes: int = 0  #: State copied from the device to the host, and weights that are on the host.
@@ -51,9 +55,10 @@ class OptimizerStats(Stats):
 class StreamedOptimizer(Handle):
     """An optimizer whose state is streamed, from :func:`stream_optimizer` to :meth:`remove` or the end of ``with``."""
 
-    def __init__(self, stepper: ChunkStepper, early: BackwardSteps | None) -> None:
+    def __init__(self, stepper: ChunkStepper, early: BackwardSteps | None, forward: ForwardSteps | None) -> None:
         self._stepper: ChunkStepper | None = stepper
         self._early = early
+        self._forward = forward
         self._counters = stepper.counters
         self._name = type(stepper.optimizer).__name__
         optimizer = stepper.optimizer
@@ -78,13 +83,19 @@ class StreamedOptimizer(Handle):
         return nullcontext() if self._early is None else with_attribute(self._early, "enabled", value=False)
 
     def synchronize(self) -> None:
-        """Block until the copies to the host are over.
+        """Block until the copies to the host are over, and with them every step.
 
         ``state_dict()`` and every look into ``optimizer.state`` do this by themselves. Call it before you read a state
         tensor that you have kept from an earlier look.
         """
+        self._join()
         if self._stepper is not None:
             self._stepper.settle()
+
+    def _join(self) -> None:
+        """Let compute wait for steps beside it."""
+        if self._forward is not None:
+            self._forward.join()
 
     @property
     def state(self) -> Literal["following", "removed"]:
@@ -106,6 +117,8 @@ class StreamedOptimizer(Handle):
         stepper = self._stepper
         if stepper is None:
             return
+        if self._forward is not None:
+            self._forward.close()
         host = stepper.store.shown  # a look into it waits for the copies
         stepper.optimizer.state = stepper.store.moved_back() if on_device else defaultdict(dict, dict(host.items()))
         for hook in self._hooks:
@@ -127,6 +140,7 @@ class StreamedOptimizer(Handle):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Step all chunks; what PyTorch calls then is the step of an optimizer without parameters."""
         stepper = self._in_use
+        self._join()
         stepper.check_whole()
         stepper.take_over()
         if stepper.backend.capturing:
@@ -145,7 +159,7 @@ class StreamedOptimizer(Handle):
         done = set() if self._early is None else self._early.finish()
         left = [(n, p) for n, p in with_groups(optimizer) if p.grad is not None and p not in done]
         with torch.no_grad():
-            stepper.step(left)
+            (self._forward or stepper).step(left)
         if any(stepper.store.of(parameter).on_host for _, parameter in left):
             stepper.settle()  # the program may read or change the weights, and the next forward loads them
         stepper.finish()
@@ -213,6 +227,7 @@ def stream_optimizer(
     master_weights: bool = False,
     in_backward: bool = False,
     consume_gradients: bool = False,
+    overlap_forward: bool = False,
 ) -> StreamedOptimizer:
     """Keep the state of ``optimizer`` in pinned host memory, and step the optimizer on the device in chunks.
 
@@ -248,6 +263,10 @@ def stream_optimizer(
             error. Run all microbatches of a step but the last in :meth:`StreamedOptimizer.no_step`.
         consume_gradients: Free each gradient after its step in backward: ``p.grad`` is ``None`` then. That of
             parameters that :func:`stream_weights` holds is freed in any case.
+        overlap_forward: Return from ``optimizer.step()`` when its chunks are queued. The next forward begins while they
+            are stepped, and what reads a parameter first, layer or program, waits for the parameter. For gradients that
+            are clipped, scaled or accumulated, and so cannot be stepped in backward. Takes device memory: gradients
+            are freed as their parameters are read. With compiled code, ``step()`` waits as without the option.
 
     Returns:
         A handle with ``stats()`` and ``remove()``, which is also a context manager.
@@ -264,10 +283,18 @@ def stream_optimizer(
     check_float32(state_dtype, master_weights=master_weights)
     if consume_gradients and not in_backward:
         raise ValueError("consume_gradients must be False without in_backward=True, got True; pass both.")
+    if overlap_forward and in_backward:
+        raise ValueError("overlap_forward must be False with in_backward=True, got True; pass one of them.")
     device = _check_optimizer(optimizer)
     parameters = [parameter for _, parameter in with_groups(optimizer)]
     for holder in holders_of(parameters) if in_backward else ():
         holder.check_steps(parameters)
+    strange = next((one for one in parameters if type(one) is not nn.Parameter or holder_of(one) is not None), None)
+    if overlap_forward and strange is not None:
+        raise ValueError(
+            "overlap_forward must be False unless each parameter is an nn.Parameter on the device, got a "
+            f"{type(strange).__name__} on {strange.device}; leave it out."
+        )
     stepper = ChunkStepper(
         optimizer,
         get_backend(device),
@@ -292,7 +319,7 @@ def stream_optimizer(
     if stepper.counters["host_bytes"]:  # else slots for a small model would hold more than its state
         stepper.chunk_bytes = max(1, min(stepper.chunk_bytes, stepper.counters["host_bytes"] // MIN_CHUNKS))
     early = BackwardSteps(stepper, consume=consume_gradients) if in_backward else None
-    return StreamedOptimizer(stepper, early)
+    return StreamedOptimizer(stepper, early, ForwardSteps(stepper) if overlap_forward else None)
 
 
 def check_float32(state_dtype: torch.dtype | None, *, master_weights: bool) -> None:

@@ -86,6 +86,7 @@ CASES = {
     "FSDP2, in backward, a part resident": (sharded, {"in_backward": True, "resident_bytes": "20KiB"}),
     "DDP": (replicated, {}),
     "DDP, clipped, accumulated": (replicated, {"microbatches": 3, "clip": True}),
+    "DDP, clipped, beside the next forward": (replicated, {"clip": True, "overlap_forward": True}),
 }
 
 

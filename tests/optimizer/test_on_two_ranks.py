@@ -27,6 +27,7 @@ def test_the_bits_of_the_resident_optimizer(case: str, ranks: Found) -> None:
         assert stats.host_bytes > 0
         assert (stats.backward_chunks == stats.chunks) == ("in backward" in case)
         assert (stats.resident_bytes > 0) == ("resident" in case)
+        assert stats.forward_parameters == (6 * STEPS if "next forward" in case else 0)
 
 
 def test_each_rank_holds_its_own_part(ranks: Found) -> None:

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from lab import Lab
 from models import assert_same
 from torch import nn
 from training import Make, assert_same_training, batch, build, loss_of, plain_steps, stream, values
 
+from offload import StreamedOptimizer
 from offload.optimizer.state import join
 
 STEPS = 20
@@ -181,6 +183,23 @@ EACH_WAY = ("AdamW", "Adafactor", "AdamW fused")
 )
 def test_twenty_steps(name: str, loop: str, device: torch.device) -> None:
     compare(LOOPS[loop], (OPTIMIZERS | FUSED)[name], device)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.nightly) for name in EACH_WAY[1:]] + ["AdamW"])
+def test_steps_beside_the_next_forward(name: str, loop: str, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()  # with compiled code, steps wait
+    handles, streamed = list[StreamedOptimizer](), stream
+
+    def overlapping(optimizer: torch.optim.Optimizer) -> StreamedOptimizer:
+        handles.append(streamed(optimizer, overlap_forward=True))
+        return handles[-1]
+
+    monkeypatch.setitem(globals(), "stream", overlapping)
+    lab.adverse()
+    compare(LOOPS[loop], (OPTIMIZERS | FUSED)[name], lab.device)
+    told_by_tensors = name == "AdamW fused" and loop == "skipped"  # which the scaler changes
+    assert any(handle.stats().forward_parameters for handle in handles) != told_by_tensors
 
 
 @pytest.mark.parametrize("name", MORE)

@@ -273,9 +273,11 @@ TIMES = 40
 
 @pytest.mark.slow
 @pytest.mark.nightly
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_interrupts(in_backward: bool, lab: Lab) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"in_backward": True, "consume_gradients": True}, {"overlap_forward": True}], ids=str
+)
+def test_interrupts(options: dict[str, Any], lab: Lab) -> None:
     def make() -> Training:
-        return Training(torch.device("cpu"), in_backward=in_backward, consume_gradients=in_backward)
+        return Training(torch.device("cpu"), **options)
 
     assert_interrupts_are_told(lab, make, lambda steps: resident(torch.device("cpu"), steps), TIMES)

@@ -1,0 +1,345 @@
+"""Steps beside the next forward: whoever reads a parameter waits for it, or finds an error or NaN."""
+
+import copy
+import gc
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from faults import FAULTS
+from lab import Lab, LateOptimizer
+from models import assert_same
+from torch import nn
+from training import Training, adamw, batch, build, loss_of, resident, stream
+
+from offload.device.cuda import CaptureError
+from offload.optimizer.chunks import StepWait
+
+LATE_S = 0.05
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_compiled() -> None:
+    torch._dynamo.reset()
+
+
+class Late:
+    """A layer whose next step writes sevens, which are late."""
+
+    def __init__(self, lab: Lab, parameters: int = 1, **options: Any) -> None:
+        self.lab = lab
+        self.layer = nn.Linear(8, 8, bias=False, device=lab.device)
+        self.weight = self.layer.weight
+        self.others = [nn.Parameter(torch.zeros_like(self.weight)) for _ in range(parameters - 1)]
+        with torch.no_grad():
+            self.weight.zero_()
+        self.optimizer = LateOptimizer(lab, [self.weight, *self.others], LATE_S)
+        self.handle = stream(self.optimizer, chunk_bytes=256, **{"overlap_forward": True, **options})
+        for parameter in (self.weight, *self.others):
+            parameter.grad = torch.ones_like(parameter)
+
+    def step(self) -> None:
+        self.optimizer.late = True
+        self.optimizer.step()
+
+    def read(self, how: Callable[["Late"], Any]) -> bool:
+        """Whether what is read is the step's."""
+        found = how(self)
+        found = found.detach().clone()
+        self.lab.drain()
+        return bool((found == 7.0).all())
+
+
+def tied(late: Late) -> torch.Tensor:
+    other = nn.Embedding(8, 8)
+    other.weight = late.weight
+    return other(torch.tensor([0, 1], device=late.lab.device))
+
+
+def changed(late: Late) -> torch.Tensor:
+    """A program that changes the parameter after its step."""
+    with torch.no_grad():
+        late.weight.mul_(2.0).add_(-7.0)
+    return late.weight
+
+
+def evaluated(late: Late) -> torch.Tensor:
+    with torch.inference_mode():
+        return late.layer(torch.eye(8, device=late.lab.device))
+
+
+def moved(late: Late) -> torch.Tensor:
+    late.layer.to(torch.float64)
+    return late.weight
+
+
+def copied(weight: torch.Tensor) -> torch.Tensor:
+    assert type(weight) is nn.Parameter
+    return weight
+
+
+READERS: dict[str, Callable[[Late], Any]] = {
+    "a layer": lambda late: late.layer(torch.eye(8, device=late.lab.device)),
+    "evaluation": evaluated,
+    "another layer": tied,
+    "an operation": lambda late: 0.0 + late.weight,
+    "state_dict": lambda late: late.layer.state_dict()["weight"],
+    "a copy of the module": lambda late: copied(copy.deepcopy(late.layer).weight),
+    ".data": lambda late: late.weight.data,
+    "a list": lambda late: torch._foreach_add([late.weight], 0.0)[0],
+    "functional_call": lambda late: torch.func.functional_call(
+        late.layer, {"weight": late.weight}, torch.eye(8, device=late.lab.device)
+    ),
+    "a change": changed,
+    "another dtype": moved,
+    "remove()": lambda late: (late.handle.remove(), late.weight)[1],
+    "synchronize()": lambda late: (late.handle.synchronize(), late.weight)[1],
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_reader_waits(reader: str, lab: Lab) -> None:
+    late = Late(lab)
+    late.step()
+    assert late.read(READERS[reader])
+    assert late.handle.stats().forward_parameters == 1
+    assert type(late.weight) is nn.Parameter
+    assert isinstance(late.weight.grad, torch.Tensor | None)
+
+
+def read_late(lab: Lab) -> bool:
+    late = Late(lab)
+    late.step()
+    return late.read(READERS["a layer"])
+
+
+def late_gradient(lab: Lab) -> bool:
+    weight = nn.Parameter(torch.zeros(1000, device=lab.device))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    stream(optimizer, overlap_forward=True)
+    weight.grad = torch.zeros_like(weight)
+    lab.write_late(weight.grad, -7.0, LATE_S)
+    optimizer.step()
+    lab.drain()
+    return bool((weight == 7.0).all())
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    ("wait", "scenario"),
+    [(StepWait.NEXT_FORWARD, read_late), (StepWait.GRADIENT, late_gradient)],
+    ids=lambda one: getattr(one, "name", ""),
+)
+def test_each_wait_is_needed(wait: Any, scenario: Callable[[Lab], bool], lab: Lab) -> None:
+    assert scenario(lab), "wrong with all waits"
+    lab.drop(wait)
+    assert not scenario(lab), wait.value
+
+
+def kept_data(late: Late) -> Callable[[], torch.Tensor]:
+    data = late.weight.data
+    return lambda: data
+
+
+def kept_rows(late: Late) -> Callable[[], torch.Tensor]:
+    rows = late.weight.detach()[2:]
+    return lambda: rows
+
+
+def compiled(late: Late) -> Callable[[], torch.Tensor]:
+    run = torch.compile(late.layer, backend="eager")
+    run(torch.eye(8, device=late.lab.device))
+    return lambda: run(torch.eye(8, device=late.lab.device))
+
+
+def of_another_class(late: Late) -> Callable[[], torch.Tensor]:
+    """As some libraries have for weights that they hold in a form of their own."""
+    late.weight.__class__ = type("Own", (nn.Parameter,), {})
+    return lambda: late.weight
+
+
+def told_by_a_tensor(late: Late) -> Callable[[], torch.Tensor]:
+    """The program may change such an option in place, while the step still reads it."""
+    late.optimizer.param_groups[0]["lr"] = torch.tensor(1.0)
+    return lambda: late.weight
+
+
+@pytest.mark.parametrize("begin", [kept_data, kept_rows, compiled, of_another_class, told_by_a_tensor])
+def test_where_reads_are_not_seen_the_step_waits(begin: Any, lab: Lab) -> None:
+    late = Late(lab)
+    read = begin(late)
+    late.step()
+    assert late.handle.stats().forward_parameters == 0
+    assert late.read(lambda _: read())
+
+
+def test_code_is_compiled_when_no_parameter_is_unread(lab: Lab) -> None:
+    late = Late(lab)
+    run = torch.compile(late.layer, backend="eager")
+    late.step()
+    assert late.read(lambda _: run(torch.eye(8, device=lab.device)))
+    assert late.handle.stats().forward_parameters == 1
+
+
+def test_what_asks_no_function_reads_nan(lab: Lab) -> None:
+    late = Late(lab)
+    late.step()
+    assert torch.func.grad(lambda weight: weight.square().sum())(late.weight).isnan().all()
+    assert late.read(READERS["a layer"])
+
+
+def test_graphs(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is captured cannot wait for the step; a replay asks nobody, and waits for all."""
+    late = Late(lab)
+    late.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(lab.backend), "capturing", True)
+        with pytest.raises(CaptureError, match=r"call synchronize\(\) of the handle first"):
+            late.layer(torch.eye(8, device=lab.device))
+    data = late.handle._forward._unread[late.weight].data
+    with suppress(AttributeError, TypeError):
+        torch.cuda.CUDAGraph.replay(object())
+    assert late.read(lambda _: data)
+
+
+def test_another_stream_lets_the_host_wait(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = Late(lab)
+    late.step()
+    monkeypatch.setattr(lab.backend, "compute_stream_id", object)
+    waits = lab.record_host_waits()
+    assert late.read(READERS["a layer"])
+    assert waits == [StepWait.NEXT_FORWARD]
+
+
+def test_each_reader_waits_for_its_own_parameter(lab: Lab) -> None:
+    late = Late(lab, parameters=4)
+    late.step()
+    waits = lab.count_waits()
+    assert late.handle.stats().forward_parameters == 4
+    late.optimizer.zero_grad()
+    assert [one.requires_grad for one in late.others] == [True] * 3
+    assert waits == []
+    assert late.read(READERS["a layer"])
+    assert waits == [StepWait.NEXT_FORWARD]
+    assert [type(one).__name__ for one in late.others] == ["UnreadParameter"] * 3
+    late.optimizer.step()
+    assert waits.count(StepWait.NEXT_FORWARD) == 4
+
+
+@pytest.mark.parametrize("how", ["a norm", "zeroed in place", "added to"])
+def test_gradients_wait_as_well(how: str, lab: Lab) -> None:
+    """The step may still read them; ``zero_grad()`` only drops them."""
+    late = Late(lab)
+    graph = (late.weight + 1.0).sum() if how == "added to" else None  # it does not save the weights
+    late.step()
+    waits = lab.count_waits()
+    if graph is not None:
+        graph.backward()
+        assert (late.weight.grad == 2.0).all()
+    elif how == "a norm":
+        assert late.weight.grad.norm() == 8.0
+    else:
+        late.optimizer.zero_grad(set_to_none=False)
+        assert (late.weight.grad == 0.0).all()
+    assert waits == [StepWait.NEXT_FORWARD]
+
+
+def test_a_gradient_is_held_until_its_step_is_over(lab: Lab) -> None:
+    lab.backend.poison = True
+    late = Late(lab)
+    memory = late.weight.grad.untyped_storage()._weak_ref()
+    late.step()
+    late.optimizer.zero_grad()
+    gc.collect()
+    assert not torch.UntypedStorage._expired(memory)
+    late.read(READERS["a layer"])
+    assert torch.UntypedStorage._expired(memory)
+    torch.UntypedStorage._free_weak_ref(memory)
+
+
+def test_parameters_are_stepped_in_the_order_in_which_forward_reads_them(lab: Lab) -> None:
+    stepped: list[int] = []
+
+    class Noting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            stepped.extend(p.numel() for group in self.param_groups for p in group["params"])
+
+    weights = [nn.Parameter(torch.ones(size, device=lab.device)) for size in (3, 5, 7)]
+    optimizer = Noting([{"params": [weights[0]]}, {"params": weights[1:]}], lr=0.1)
+    stream(optimizer, overlap_forward=True, chunk_bytes=1)
+    for _ in range(2):
+        stepped.clear()
+        sum(weights[number].sum() for number in (2, 0, 1)).backward()
+        optimizer.step()
+    assert stepped == [7, 3, 5]
+
+
+def test_gradients_that_two_parameters_share(lab: Lab) -> None:
+    late = Late(lab, parameters=2)
+    late.others[0].grad = late.weight.grad
+    late.step()
+    assert late.handle.stats().forward_parameters == 1
+    assert late.read(lambda late: late.others[0])
+    assert late.read(READERS["a layer"])
+
+
+def test_a_graph_from_before_the_step_is_refused(lab: Lab) -> None:
+    """As without streaming."""
+    run = Training(lab.device, overlap_forward=True)
+    run.steps(range(2))
+    loss = loss_of(run.model, 2)
+    run.backward(2)
+    run.optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_failed_copy_is_told_once(lab: Lab) -> None:
+    """And what is read after a checkpoint was loaded is the checkpoint's."""
+    if lab.device.type != "cpu":
+        return
+    run = Training(lab.device, overlap_forward=True)
+    run.steps(range(2))
+    saved = run.checkpoint
+    run.backward(2)
+    with FAULTS["copy fails"](lab, 20), suppress(RuntimeError):
+        run.optimizer.step()
+        run.model.state_dict()
+        run.optimizer.state_dict()
+        raise AssertionError("nobody was told")
+    run.load(saved)
+    run.steps(range(2, 4))
+    assert_same(resident(lab.device, range(4)), run.values)
+
+
+def test_a_dropped_optimizer_leaves_its_parameters_stepped(lab: Lab) -> None:
+    run = Training(lab.device, overlap_forward=True)
+    run.steps(range(3))
+    model, run.optimizer, run.handle = run.model, None, None
+    assert {type(one) for one in model.parameters()} == {nn.Parameter}
+    assert not [one for one in model.parameters() if one._backward_hooks]
+    expected = Training(lab.device, streamed=False)
+    expected.steps(range(3))
+    assert_same([*expected.model.parameters()], [*model.parameters()])
+
+
+def test_a_forward_that_fails_changes_nothing(lab: Lab) -> None:
+    run = Training(lab.device, overlap_forward=True)
+    run.steps(range(2))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        run.model(batch(0, run.model)[:, 1:])
+    run.optimizer.step()  # of no gradients
+    run.steps(range(2, 4))
+    assert_same(resident(lab.device, range(4)), run.values)
+
+
+def test_refused_at_once(lab: Lab) -> None:
+    with pytest.raises(ValueError, match="overlap_forward must be False with in_backward=True, got True; pass one"):
+        stream(adamw(build(lab.device).parameters()), overlap_forward=True, in_backward=True)
+    own = type("Sharded", (nn.Parameter,), {})(torch.zeros(2, device=lab.device))
+    message = f"unless each parameter is an nn.Parameter on the device, got a Sharded on {lab.device}; leave it out"
+    with pytest.raises(ValueError, match=message):
+        stream(adamw([own]), overlap_forward=True)
