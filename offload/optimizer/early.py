@@ -131,7 +131,7 @@ class BackwardSteps:
             return
         if (run := this_backward()) not in self._runs:
             # First: an interrupt leaves no run that nothing ends.
-            when_backward_ends(EndOfBackward(partial(self.end_run, run)))
+            when_backward_ends(EndOfBackward(partial(self._end_backward, run)))
             self.begin_run(run)
         self._check_first(parameter)
         check_dense(parameter)
@@ -242,6 +242,16 @@ class BackwardSteps:
                 _logger.exception("a copy has failed beside a backward that had failed")
             finally:
                 self._flights.clear()
+
+    def _end_backward(self, run: object, *, failed: bool) -> None:
+        """A run of autograd's engine is over, or autograd frees it."""
+        freed = run not in self._runs
+        self.end_run(run, failed=failed)
+        # A nested run is freed inside of the node that has begun it. The run of that node may have given no gradient.
+        if freed and self._seen and (outer := this_backward()) not in (-1, *self._runs):
+            self.stepper.torn = CUT_OFF
+            self._runs.add(outer)
+            when_backward_ends(EndOfBackward(partial(self._end_backward, outer)))
 
     def end_run(self, run: object, *, failed: bool) -> None:
         """A run is over: at the end of the last, which is the outermost, compute waits for all steps."""

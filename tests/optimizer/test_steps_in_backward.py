@@ -132,15 +132,17 @@ def test_gradients_that_are_changed_after_backward_are_refused(how: Any, fused: 
         run.optimizer.state_dict()
 
 
-@pytest.mark.parametrize("nested", [False, True])  # as reentrant checkpoints run parts of backward
-def test_a_backward_that_fails_after_some_steps_is_told(nested: bool, lab: Lab) -> None:
+@pytest.mark.parametrize("where", ["in one run", "in a nested run", "in a nested run alone"])
+def test_a_backward_that_fails_after_some_steps_is_told(where: str, lab: Lab) -> None:
+    """Reentrant checkpoints run parts of backward in nested runs, beside which the outer one may have no gradient."""
     run = Training(lab.device, in_backward=True, chunk_bytes="4KiB")
     run.steps(range(2))
     saved = run.checkpoint
     message = "but backward was cut off when some parameters had made their step; load both from a checkpoint"
     first, *middle, last = run.model
     steps_first = nn.Sequential(*middle)
-    inside = (lambda x: checkpoint(steps_first, x, use_reentrant=True)) if nested else steps_first
+    inside = (lambda x: checkpoint(steps_first, x, use_reentrant=True)) if "nested" in where else steps_first
+    last = nn.Identity() if "alone" in where else last
     with pytest.raises(ValueError, match="stop"):
         last(inside(Stop()(first(batch(2, run.model))))).square().mean().backward()
     for use in (run.optimizer.step, run.optimizer.state_dict, lambda: run.backward(2)):
@@ -149,6 +151,24 @@ def test_a_backward_that_fails_after_some_steps_is_told(nested: bool, lab: Lab) 
     run.load(saved)
     run.steps(range(2, 5))
     assert_same(resident(lab.device, range(5)), run.values)
+
+
+def test_runs_that_are_nested_in_one_without_a_gradient(lab: Lab) -> None:
+    def train(streamed: bool) -> list[torch.Tensor]:
+        model = build(lab.device)
+        optimizer = adamw(model.parameters())
+        if streamed:
+            stream(optimizer, in_backward=True, consume_gradients=True, chunk_bytes="4KiB")
+        for number in range(3):
+            y = batch(number, model).requires_grad_()
+            for layer in model:
+                y = checkpoint(layer, y, use_reentrant=True)
+            y.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return values(model, optimizer)
+
+    assert_same_training(train)
 
 
 def test_a_backward_that_fails_before_any_step_changes_nothing(lab: Lab) -> None:
