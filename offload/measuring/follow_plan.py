@@ -124,6 +124,8 @@ class FollowPlan(HookedLayers):
         that there were then, where they count to the budget."""
         self._before = 1, 0
         """The elements of the largest inputs that were timed, and what was saved before the first layer beside them."""
+        self._learning = 0, 0
+        """The most device memory in the layers of a microbatch that learned, and the elements of its inputs."""
         self._kept_gradients = 0
         """The most gradients with which a microbatch has kept to the budget under this plan."""
         self._watches = True
@@ -211,8 +213,11 @@ class FollowPlan(HookedLayers):
         proved = self._learn_costs() or self._proves or self._count_unproven() < self._unproven
         self._proves = False
         if proved or self.measures:
-            over, broken = self._peak_bytes - (self._budget or self._left.device_bytes()), self._left.broken
-            broken.over_bytes = max(broken.over_bytes, over)
+            most_bytes, broken = self._peak_bytes, self._left.broken
+            if self._stage == "timing":  # which tells what the learning microbatches were counted without
+                layers_bytes, elements = self._learning
+                most_bytes = max(most_bytes, layers_bytes + round(elements * self._before[1] / self._before[0]))
+            broken.over_bytes = max(broken.over_bytes, most_bytes - (self._budget or self._left.device_bytes()))
         if self._stage == "timing":
             self._end_timing(self._backend.mark())
         self._inputs = given_to(inputs)
@@ -243,8 +248,8 @@ class FollowPlan(HookedLayers):
         # More gradients than when a microbatch has kept to the budget, perhaps as later ones of a step have them.
         grown = self._gradient_bytes > self._kept_gradients
         largest = self.largest_plan
+        self._watches = self._watches or self._stage == "learning" or (grown and not self._said)
         if largest is not None:
-            self._watches = self._watches or (grown and not self._said)
             self._follow(self._plan_at(size, largest))
             self._peak_bytes = 0
         if self._watches and not (self.plan is not largest and self._peak.costs_time):
@@ -255,6 +260,15 @@ class FollowPlan(HookedLayers):
             self._peak.stop()
         self._times.forwards, self._ran_all, self._unproven = 0, False, self._count_unproven()
         count_inputs(self._peak, inputs, self._backend.device)
+        behind = next((one for one in inputs if one.grad_fn is not None), None)
+        if self._stage == "learning" and behind is not None:
+            behind.register_hook(self._end_layers)
+
+    def _end_layers(self, _: object = None) -> None:
+        """The layers' backward is over. What backward frees from here on was not counted in the first microbatch."""
+        if self._stage == "learning" and self._watches:
+            self._watches, most_bytes = False, self._peak.most_bytes() + self._gradient_bytes
+            self._learning = max(self._learning, (most_bytes, self._inputs.elements))
 
     def end_backward(self) -> None:
         """The backward is over that has come to the first layer whose output needs one."""
@@ -264,13 +278,12 @@ class FollowPlan(HookedLayers):
         self._ran_all = self._ran_all or self._times.forwards >= len(self._layers)
         self._times.forwards = 0
         self._compare.end_backward(ran_all=self._ran_all)
+        self._end_layers()
         if self._watches:
             if self._stage == "timing":
                 # On the CPU, nobody has counted that once watching has ended. Of small inputs it may be what is there
                 # with inputs of any size, such as the gradient of weights that embedding and head share.
-                before = max(self._before, (self._inputs.elements, self._times.before_bytes()))
-                self._left.broken.over_bytes += before[1] - self._before[1]  # it was counted without
-                self._before = before
+                self._before = max(self._before, (self._inputs.elements, self._times.before_bytes()))
             most_bytes = self._times.most_bytes() if self._stage == "timing" else self._peak.most_bytes()
             most_bytes += round(self._inputs.elements * self._before[1] / self._before[0])
             self._peak_bytes = max(self._peak_bytes, most_bytes + self._gradient_bytes)
@@ -289,8 +302,7 @@ class FollowPlan(HookedLayers):
             return
         self.plan = plan
         triples = zip(self._policies, plan.policies, plan.profile.layers, strict=True)
-        policies = [learned.follows(policy, layer.regions) for learned, policy, layer in triples]
-        self.context.follow(plan.schedule, policies)
+        self.context.follow(plan.schedule, [one.follows(policy, layer.regions) for one, policy, layer in triples])
 
     def _plan_at(self, size: Size, largest: Plan) -> Plan:
         """The plan for inputs of this size, which are no larger than those of the largest plan."""
@@ -320,14 +332,13 @@ class FollowPlan(HookedLayers):
         elif over > TOLERANCE * self._budget and not self._said:
             if self._left.more_after_step():
                 return
-            self._said = True
             least = [*largest.policies] == recompute_all(largest.profile)
             tried = "although everything is recomputed" if least else f"by {CORRECTIONS + 1} plans"
             warn_caller(
                 f"{self._left.broken.called(self._budget)} was not met {tried}: the last "
                 f"microbatch needed {format_bytes(self._peak_bytes)}; give more, or use smaller microbatches."
             )
-            self._watches = not (self._peak.costs_time and self._ran_all)
+            self._said, self._watches = True, not (self._peak.costs_time and self._ran_all)
         else:
             if not self._said:
                 self._left.broken.tell(self._budget, TOLERANCE)
@@ -363,7 +374,7 @@ class FollowPlan(HookedLayers):
         self._stage = "following"
         self._planned = {}
         if self._learned != self._learned_then:
-            self._times.start(paused=True)  # its times are no use
+            self._times.start(self._peak, paused=True)  # its times are no use
             return
         regions = self._costs.regions_at(self._timed_inputs)
         profile, expected = learned_profile(self._policies, regions, self._times)
@@ -371,7 +382,7 @@ class FollowPlan(HookedLayers):
         timed = dict(zip(ran, profile.layers, strict=True))
         every = with_skipped(timed, kinds, self._new_gradients)
         profile = replace(profile, layers=every, other_s=self._times.between_s(now))
-        self._times.start(paused=True)
+        self._times.start(self._peak, paused=True)  # what was counted before this microbatch is freed in it
         for one in self._policies:
             one.clock, one.holds = None, False
         self._ask_what_is_left()
@@ -420,10 +431,8 @@ class FollowPlan(HookedLayers):
             self._corrections_left = 0
             if over_bytes is not None and over_bytes <= TOLERANCE * self._budget:
                 return  # the last plan is good enough
-            nothing = learning_schedule(len(self._layers))
-            plans[Among.CHECKPOINTS] = Plan(
-                nothing, profile, link, self._budget, (*recompute_all(profile),), host_bytes
-            )
+            schedule, policies = learning_schedule(len(self._layers)), (*recompute_all(profile),)
+            plans[Among.CHECKPOINTS] = Plan(schedule, profile, link, self._budget, policies, host_bytes)
             if self._recomputed_fits and is_within(self._planned, self._costs.size_of(self._timed_inputs)):
                 _logger.info("%s is met by no plan: all is recomputed, as while it was measured", budget)
             elif not self._left.more_after_step() and over_bytes is None:

@@ -103,6 +103,7 @@ class LayerTimes(Attachment):
         self._left_bytes = 0  # what was allocated when the backward of the layer ended that has ended last
         self.behind: list[torch.Tensor] = []  # the leaves that the input of the microbatch's first layer depends on
         self._most_bytes = 0
+        self.layers_bytes = 0  # the most until the backward of the layer has ended that has ended last
         self.paused = False  # whether layers run that are not to be timed
         self.queueing = _Queueing(backend)
         self.forwards = 0  # in training that have begun, timed or not, since the user of this set it to 0
@@ -198,6 +199,7 @@ class LayerTimes(Attachment):
         """A layer's backward has ended, with the gradient of its input."""
         if self.memory is not None:
             new_bytes = sum(leaf.nbytes for leaf in self.behind if leaf.grad is None)  # which are there in the end
+            self.layers_bytes = self._most_bytes
             self._left_bytes = self.memory.other_bytes() - (0 if gradient is None else gradient.nbytes) + new_bytes
 
     def mark(self) -> tuple[Event, int]:
@@ -286,11 +288,11 @@ class MeasuredLayer(LayerListener):
         if call.recomputes or not torch.is_grad_enabled():
             return
         times.forwards += 1
-        if times.forwards == 1 and times.memory is not None:
-            times.behind = list(_leaves_behind(tensors_in(inputs)))
         times.last = self
         if times.paused:
             return
+        if times.forwards == 1 and times.memory is not None:
+            times.behind = list(_leaves_behind(tensors_in(inputs)))
         self._running = now = {phase: Pass() for phase in PASSES}
         first = next((tensor for tensor in tensors_in(inputs) if tensor.requires_grad), None)
         if first is not None:

@@ -61,7 +61,9 @@ class WatchedPlan(HookedLayers):
 
     def _end_backward(self) -> None:
         before_bytes, most_bytes = self._times.before_bytes(), self._times.most_bytes()
-        if self._is_first or self._learned != self._count_learned():
+        if self._is_first:  # what backward frees before the first layer was not counted
+            self._learning_bytes = self._times.layers_bytes
+        elif self._learned != self._count_learned():
             self._learning_bytes = max(self._learning_bytes, most_bytes)
         else:
             self._peak_bytes = before_bytes + most_bytes

@@ -200,11 +200,34 @@ def test_what_is_saved_before_the_first_layer_counts_until_it_is_freed(lab: Lab)
 
     budget = round(0.61 * step())
     said = pytest.warns(UserWarning, match="kept to from here on, but not while the layers were learned")
-    with budgeted(layers, lab, budget) as handle, said:
+    with budgeted(layers, lab, budget) as handle, said as told:
         found = [(step(), handle.plan) for _ in range(6)]
     peaks, plans = zip(*found, strict=True)
     assert peaks[0] > 1.02 * budget > max(peaks[1:])
+    assert f"a microbatch needed up to {format_bytes(peaks[0])}, as" in str(told[0].message)
     assert len({*plans[2:]}) == 1  # it is not planned again
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+@pytest.mark.parametrize("given", ["memory_budget", "plan"])
+def test_no_word_is_said_of_a_budget_that_each_step_meets(given: str, rows: int, lab: Lab) -> None:
+    """The stem's backward needs the most while it frees what nobody has counted in the first step."""
+    layers, _ = build("mlp", 1, lab.device)
+    stem, x = Stem(saves_result=False), torch.rand(rows, 16, 8)
+
+    def step() -> int:
+        for one in (stem, layers):
+            one.zero_grad()
+        with offload.memory_meter(lab.device) as meter:
+            through(layers, stem(x)).square().mean().backward()
+        return meter.peak_bytes
+
+    budget = round(1.05 * step())
+    options: dict[str, Any] = {"min_bytes": 1, "device": lab.device}
+    profile = offload.profile_layers(layers, step, regions=True, steps=1, **options)
+    decides: Any = {"memory_budget": budget, "plan": offload.plan(profile, budget, offload.Link(1e9, 1e9, 1.5e9))}
+    with offload.offload_layers(layers, **{given: decides[given]}, **options):
+        assert max(step() for _ in range(6)) <= budget
 
 
 def test_evaluation_between_the_steps_does_not_count(lab: Lab) -> None:
