@@ -21,7 +21,7 @@ from torch import nn
 
 from offload.activations.context import OffloadContext
 from offload.activations.module_hooks import HookedLayers
-from offload.base.checks import format_bytes, format_s, parse_bytes, warn_caller
+from offload.base.checks import format_bytes, format_s, parse_bytes
 from offload.base.layer_events import Attachment, LayerCall
 from offload.base.tensors import tensors_in
 from offload.device.backend import Event
@@ -334,10 +334,8 @@ class FollowPlan(HookedLayers):
                 return
             least = [*largest.policies] == recompute_all(largest.profile)
             tried = "although everything is recomputed" if least else f"by {CORRECTIONS + 1} plans"
-            warn_caller(
-                f"{self._left.broken.called(self._budget)} was not met {tried}: the last "
-                f"microbatch needed {format_bytes(self._peak_bytes)}; give more, or use smaller microbatches."
-            )
+            needed = f"{tried}: the last microbatch needed {format_bytes(self._peak_bytes)}"
+            self._left.broken.warn(self._budget, f"was not met {needed}; give more, or use smaller microbatches.")
             self._said, self._watches = True, not (self._peak.costs_time and self._ran_all)
         else:
             if not self._said:
@@ -436,10 +434,9 @@ class FollowPlan(HookedLayers):
             if self._recomputed_fits and is_within(self._planned, self._costs.size_of(self._timed_inputs)):
                 _logger.info("%s is met by no plan: all is recomputed, as while it was measured", budget)
             elif not self._left.more_after_step() and over_bytes is None:
-                warn_caller(
-                    f"{budget} cannot be met, so everything is recomputed and inputs are offloaded: "
-                    f"{why} Of the budget, {missing} are needed outside of the layers, and {RESERVE:.0%} are left free."
-                )
+                why += f" Of the budget, {missing} are needed outside of the layers, and {RESERVE:.0%} are left free."
+                line = f"cannot be met, so everything is recomputed and inputs are offloaded: {why}"
+                self._left.broken.warn(self._budget, line)
                 self._said = True
         made = self._compare.best(plans, self._planned[()])
         _logger.info(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from offload.optimizer.proof import prove, with_groups
 from offload.optimizer.state import REMAINDER_BYTES, local
 from offload.planning.profile import Link
 from offload.planning.recipes import TrainingBytes
+
+_logger = logging.getLogger(__name__)
 
 AUTO_SHARE = 0.92
 """Of what the device has left: allocators need some room to cut blocks from."""
@@ -35,6 +38,14 @@ class BrokenBudget:
     def called(self, budget: int) -> str:
         """The budget in messages."""
         return f"memory_budget = {format_bytes(budget)}{self.beside}"
+
+    def warn(self, budget: int, line: str) -> None:
+        """Say that the budget is broken for good: only once, as each longer input may do so."""
+        if self.told_bytes < math.inf:
+            self.told_bytes = math.inf
+            warn_caller(f"{self.called(budget)} {line} Longer inputs may need more: that is logged.")
+        else:
+            _logger.info("%s %s", self.called(budget), line)
 
     def tell(self, budget: int, tolerance: float) -> None:
         """Say that the budget is kept to now, if it was broken, and by more than was told of."""

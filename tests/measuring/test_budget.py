@@ -482,7 +482,9 @@ def test_microbatches_before_the_first_backward(lab: Lab) -> None:
         assert handle.plan is not None
 
 
-def test_a_budget_that_cannot_be_met_is_said(lab: Lab) -> None:
+def test_a_budget_that_cannot_be_met_is_said_once(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
+    """And logged for each longer input, which need not tell more."""
+    caplog.set_level("INFO", "offload.measuring")
     layers, x = build("decoder", LAYERS, lab.device)
     expected = step_gradients(layers, x)
     with budgeted(layers, lab, 64) as handle:
@@ -491,7 +493,12 @@ def test_a_budget_that_cannot_be_met_is_said(lab: Lab) -> None:
         with pytest.warns(UserWarning, match="cannot be met, so everything is recomputed"):
             assert_same(expected, step_gradients(layers, x))
         assert_same(expected, step_gradients(layers, x))
-        assert handle.plan.peak_bytes > 64
+        before = handle.plan.peak_bytes
+        longer = x.detach().repeat(1, 2, 1).requires_grad_()
+        for _ in range(3):  # of which two are measured
+            step_gradients(layers, longer)
+        assert handle.plan.peak_bytes > before > 64
+    assert "cannot be met, so everything is recomputed" in caplog.text
 
 
 def step_peak(layers: nn.ModuleList, x: torch.Tensor) -> int:
