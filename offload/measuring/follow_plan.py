@@ -282,7 +282,7 @@ class FollowPlan(HookedLayers):
         if self._watches:
             if self._stage == "timing":
                 # On the CPU, nobody has counted that once watching has ended. Of small inputs it may be what is there
-                # with inputs of any size, such as the gradient of weights that embedding and head share.
+                # with inputs of any size, such as weights in another dtype.
                 self._before = max(self._before, (self._inputs.elements, self._times.before_bytes()))
             most_bytes = self._times.most_bytes() if self._stage == "timing" else self._peak.most_bytes()
             most_bytes += round(self._inputs.elements * self._before[1] / self._before[0])

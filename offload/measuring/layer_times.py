@@ -9,8 +9,8 @@ from __future__ import annotations
 import statistics
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ import torch
 from offload.activations.what_moves import Rules, offloaded_parts
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, compute_device, is_sharded
 from offload.base.tensors import plain_memory, tensors_in
-from offload.base.torch_private import address_of, before_backward, when_backward_ends
+from offload.base.torch_private import address_of, before_backward, has_gradient_hooks, when_backward_ends
 from offload.device.backend import Backend, Event
 from offload.observe.memory import MemoryPeak
 from offload.planning.layer_costs import Peaks
@@ -102,6 +102,7 @@ class LayerTimes(Attachment):
         self.last: MeasuredLayer | None = None  # the layer whose forward began last
         self._left_bytes = 0  # what was allocated when the backward of the layer ended that has ended last
         self.behind: list[torch.Tensor] = []  # the leaves that the input of the microbatch's first layer depends on
+        self.early: list[torch.Tensor] = []  # those whose gradient has come from elsewhere before: tied weights
         self._most_bytes = 0
         self.layers_bytes = 0  # the most until the backward of the layer has ended that has ended last
         self.paused = False  # whether layers run that are not to be timed
@@ -190,10 +191,41 @@ class LayerTimes(Attachment):
 
         Nobody can tell where the layer's own gradients or weights go after its backward.
         """
-        self.behind, first = [], self.layers[0].module()
+        early_bytes = sum(leaf.nbytes for leaf in self.early)  # in what was measured already
+        self.behind, self.early, first = [], [], self.layers[0].module()
         if self.memory is None or first is None or is_sharded(first) or compute_device([first]) is not None:
             return 0
-        return max(0, self._left_bytes - self.memory.other_bytes())
+        return max(0, self._left_bytes - early_bytes - self.memory.other_bytes())
+
+    def find_behind(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Find the leaves to which backward adds a gradient on its way from these tensors."""
+        self.behind, self.early = [], []
+        waiting, seen = [tensor.grad_fn for tensor in tensors], set[object]()
+        given: defaultdict[object, list[int]] = defaultdict(list)  # where gradients are that a leaf gets on this way
+
+        def note(leaves: Sequence[torch.Tensor | None], gradients: Sequence[torch.Tensor | None], _: object) -> None:
+            for leaf, gradient in zip(leaves, gradients, strict=False):
+                given[leaf].append(_memory_of(gradient))
+
+        def compare(leaf: torch.Tensor, total: Sequence[torch.Tensor | None]) -> None:
+            # Autograd adds later gradients to the first one. A leaf's hook may give other memory for the sum.
+            elsewhere = len(given[leaf]) == 1 and _memory_of(total[0]) not in (0, *given[leaf])
+            if elsewhere and not has_gradient_hooks(leaf, accumulated=False):
+                self.early.append(leaf)
+
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            # A hook that held its node would keep a graph that nobody runs.
+            leaves = [getattr(before, "variable", None) for before, _ in node.next_functions]
+            if any(leaf is not None for leaf in leaves):
+                self.hooks.callback(node.register_hook(partial(note, leaves)).remove)
+            if isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
+                self.behind.append(leaf)
+                self.hooks.callback(node.register_prehook(partial(compare, leaf)).remove)
+            waiting += [before for before, _ in node.next_functions]
 
     def end_layer(self, gradient: torch.Tensor | None = None) -> None:
         """A layer's backward has ended, with the gradient of its input."""
@@ -292,7 +324,7 @@ class MeasuredLayer(LayerListener):
         if times.paused:
             return
         if times.forwards == 1 and times.memory is not None:
-            times.behind = list(_leaves_behind(tensors_in(inputs)))
+            times.find_behind(tensors_in(inputs))
         self._running = now = {phase: Pass() for phase in PASSES}
         first = next((tensor for tensor in tensors_in(inputs) if tensor.requires_grad), None)
         if first is not None:
@@ -363,14 +395,7 @@ class MeasuredLayer(LayerListener):
         return mark
 
 
-def _leaves_behind(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The leaves to which backward adds a gradient on its way from these tensors."""
-    waiting = [tensor.grad_fn for tensor in tensors]
-    seen = set[object]()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            if isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
-                yield leaf
-            waiting += [before for before, _ in node.next_functions]
+def _memory_of(tensor: torch.Tensor | None) -> int:
+    """Where the memory of a gradient is; 0 if there is none."""
+    storage = None if tensor is None else plain_memory(tensor)
+    return 0 if storage is None else address_of(storage)
