@@ -337,17 +337,17 @@ def forget_compiled() -> None:
         compiler.reset_code_caches()
 
 
-def has_compiled() -> bool:
-    """Whether this program has compiled code."""
-    return bool(_take("output_codes.seen_ids", importlib.import_module("torch._dynamo.convert_frame")))
-
-
-@functools.cache
-def before_unseen_reads(call: Callable[[], Any]) -> None:
-    """Have ``call`` called before CUDA graphs are replayed, and before code is compiled: neither says what it reads."""
-    replay = torch.cuda.CUDAGraph.replay
-    torch.cuda.CUDAGraph.replay = lambda graph: (call(), replay(graph))[1]  # type: ignore[assignment, method-assign]
-    importlib.import_module("torch._dynamo.callback").callback_handler.register_start_callback(lambda _: call())
+def before_unseen_reads(call: Callable[..., Any]) -> bool:
+    """Have ``call`` called before code is compiled and before CUDA graphs are replayed: neither says what it reads."""
+    # Returns whether there is no compiled code yet, which says nothing either.
+    compiler, graph = importlib.import_module("torch._dynamo.callback").callback_handler, torch.cuda.CUDAGraph
+    if call not in compiler.start_callbacks:  # the first time, or since torch._dynamo.reset()
+        compiler.register_start_callback(call)
+    replay: Any = graph.replay
+    if not hasattr(replay, "before"):
+        graph.replay = lambda one: (call(), replay(one))[1]  # type: ignore[assignment, method-assign]
+        vars(graph.replay)["before"] = call
+    return not _take("output_codes.seen_ids", importlib.import_module("torch._dynamo.convert_frame"))
 
 
 class _WhenRulesAreImported:

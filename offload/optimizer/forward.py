@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.base.torch_private import (
     before_unseen_reads,
-    has_compiled,
+    leave_to_interpreter,
     owners_of,
     tree_leaves,
     without_torch_function,
@@ -81,7 +81,7 @@ class ForwardSteps:
         self._hooks: dict[torch.Tensor, RemovableHandle] = {}
         this = weakref.ref(self)  # the parameters may outlive the optimizer, and must not keep it
         self._hook = lambda _: None if (steps := this()) is None else steps.join()
-        before_unseen_reads(join_steps)
+        leave_to_interpreter()
         _all.add(self)
 
     def close(self) -> None:
@@ -173,7 +173,7 @@ class ForwardSteps:
         """Whether nothing reads parameters unseen, and the step reads no tensor that the program may change."""
         options = [vars(self._stepper.optimizer), *self._stepper.optimizer.param_groups]
         found = [value for one in options for key, value in one.items() if key not in OWN | {"params"}]
-        return not has_compiled() and not any(isinstance(one, torch.Tensor) for one in tree_leaves(found))
+        return before_unseen_reads(_join_all) and not any(isinstance(one, torch.Tensor) for one in tree_leaves(found))
 
 
 def _is_alone(parameter: torch.Tensor) -> bool:
@@ -190,3 +190,7 @@ def join_steps(tensors: Iterable[Any] | None = None) -> None:
     """Let compute wait for the steps of these tensors, or of all tensors."""
     for steps in list(_all):
         steps.join(tensors)
+
+
+def _join_all(*_: object) -> None:
+    join_steps()

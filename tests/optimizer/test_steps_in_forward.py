@@ -176,12 +176,22 @@ def test_where_reads_are_not_seen_the_step_waits(begin: Any, lab: Lab) -> None:
     assert late.read(lambda _: read())
 
 
-def test_code_is_compiled_when_no_parameter_is_unread(lab: Lab) -> None:
-    late = Late(lab)
-    run = torch.compile(late.layer, backend="eager")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # PyTorch, in compiling
+@pytest.mark.parametrize("reset", [False, True])  # which takes the library's callback away
+def test_code_is_compiled_when_no_parameter_is_unread(reset: bool, lab: Lab) -> None:
+    late = Late(lab, parameters=3)
+
+    @torch.compile(backend="eager", fullgraph=not reset)
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return 0.0 + late.layer(x)
+
+    late.step()
+    if reset:
+        torch._dynamo.reset()
+    assert late.read(lambda _: run(torch.eye(8, device=lab.device)))
     late.step()
     assert late.read(lambda _: run(torch.eye(8, device=lab.device)))
-    assert late.handle.stats().forward_parameters == 1
+    assert late.handle.stats().forward_parameters == 3
 
 
 def test_what_asks_no_function_reads_nan(lab: Lab) -> None:
