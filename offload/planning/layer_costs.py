@@ -12,6 +12,7 @@ freed in the order of compute, whenever that is.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
@@ -33,7 +34,11 @@ class RegionCosts(NamedTuple):
     kept: frozenset[int]  # or offloaded until backward: saved regions, and the layer's inputs if any is dropped
     dropped: frozenset[int]  # the saved regions that backward recomputes
     rerun: tuple[int, ...]  # the regions whose operations run again, in order: dropped ones, and what these depend on
+    operations: frozenset[int]  # by their first results
+    whole: bool  # nothing is kept but inputs
     kept_bytes: int
+    forward_bytes: int  # the most that forward has on the device
+    second_run_bytes: int  # the most that the second run adds to what is kept
     recompute_s: float
 
 
@@ -71,35 +76,60 @@ class LayerRegions:
             if number not in rerun and number not in held:
                 rerun.add(number)
                 waiting += regions[number].reads
-        kept_bytes = sum(regions[number].nbytes for number in held)
-        # Rounded once, so that neither the order of a set nor Python's version decides between equal ways.
-        recompute_s = math.fsum(regions[first].seconds for first in {self._first[number] for number in rerun})
-        return RegionCosts(held, dropped, tuple(sorted(rerun)), kept_bytes, recompute_s)
+        operations = frozenset(self._first[number] for number in rerun)
+        # Results of skipped operations take memory in the second run, too, unless they are handed over. A result that
+        # is not dropped is freed after the last operation that reads it.
+        last = max(rerun, default=-1)
+        made = {one for one in range(last + 1) if one not in held or self._first[one] in operations}
+        return RegionCosts(
+            held,
+            dropped,
+            tuple(sorted(rerun)),
+            operations,
+            held <= self._inputs,
+            sum(regions[number].nbytes for number in held),
+            self._most_bytes(held | dropped, self.freed_after(dropped, len(regions) - 1)),
+            self._most_bytes(made, self.freed_after(made - dropped, last)),
+            # Rounded once, so that neither the order of a set nor Python's version decides between equal ways.
+            math.fsum(regions[first].seconds for first in operations),
+        )
+
+    def ranked(self, costs: RegionCosts) -> list[set[int]]:
+        """The dropped results of each operation, those first that save the most seconds per byte if they are kept."""
+        # That saves the operations that run again for these results alone; -1 stands for several.
+        regions, results, needed_by = self._regions, defaultdict[int, set[int]](set), dict[int, int]()
+        for number in reversed(costs.rerun):
+            first, needing = self._first[number], {self._first[reader] for reader in self._readers[number]}
+            if number in costs.dropped and regions[number].only_with not in costs.dropped:
+                results[first].add(number)
+            needing = {needed_by.get(one, -1) for one in needing & costs.operations}
+            for one in {first} if number in costs.dropped else needing:
+                needed_by[first] = one if needed_by.get(first, one) == one else -1
+        saved_s: defaultdict[int, float] = defaultdict(float)
+        for first, one in needed_by.items():
+            saved_s[one] += regions[first].seconds
+        nbytes = {first: sum(regions[number].nbytes for number in made) for first, made in results.items()}
+        # Of equally good operations the first is taken.
+        return [results[one] for one in sorted(results, key=lambda one: (-saved_s[one] / max(1, nbytes[one]), one))]
 
     def freed_after(self, numbers: Iterable[int], last: int) -> list[int]:
         """The bytes of regions of these numbers, by the last operation that reads them, if ``last`` is the last one."""
         freed = [0] * (last + 1)
         for number in numbers:
-            reader = next((one for one in reversed(self._readers[number]) if one <= last), number)
-            freed[reader] += self._regions[number].nbytes
+            readers = self._readers[number]
+            place = bisect_right(readers, last)
+            freed[readers[place - 1] if place else number] += self._regions[number].nbytes
         return freed
 
-    def second_run(self, costs: RegionCosts, places: dict[int, int]) -> Piece:
-        """The second run of forward: up to the last dropped region, once everything before that is reloaded."""
-        # Results of skipped operations take memory, too, unless they are handed over. A result that is not dropped is
-        # freed after the last operation that reads it, and the layer's inputs at the end, unless autograd saves them.
-        regions, last = self._regions, costs.rerun[-1]
-        operations = {self._first[number] for number in costs.rerun}
-        made = {one for one in range(last + 1) if one not in costs.kept or self._first[one] in operations}
-        freed = self.freed_after(made - costs.dropped, last)
+    def _most_bytes(self, made: Collection[int], freed: Iterable[int]) -> int:
+        """The most on the device while operations make some of the regions, and free what ``freed`` says after each."""
         held = most = 0
-        for number in range(last + 1):
-            held += regions[number].nbytes if number in made else 0
-            most = max(most, held)
-            held -= freed[number]
-        inputs = sum(regions[number].nbytes for number in costs.kept if not regions[number].saved)
-        awaited = [place for number, place in places.items() if number < last]
-        return Piece("recompute", costs.recompute_s, most, most - held + inputs, awaits=min(awaited, default=None))
+        for number, nbytes in enumerate(freed):
+            if number in made:
+                held += self._regions[number].nbytes
+                most = max(most, held)
+            held -= nbytes
+        return most
 
 
 @lru_cache(maxsize=256)
@@ -137,15 +167,11 @@ def ways_of(regions: tuple[RegionProfile, ...]) -> list[RegionCosts]:
     """Sets of kept regions from none to all saved ones, each with more bytes and fewer seconds than the one before."""
     # Greedy: from one set to the next, the results of that operation are added that save the most seconds per byte. All
     # saved regions are the last set, even if the set before takes no longer.
-    costs = LayerRegions(regions).costs
+    known = LayerRegions(regions)
+    costs = known.costs
     everything, found = costs(saved_of(regions)), [costs(frozenset())]
     while found[-1].recompute_s > 0:
-        last = found[-1]
-        results: defaultdict[int, set[int]] = defaultdict(set)
-        for number in sorted(last.dropped):  # of equally good operations the first is taken
-            if regions[number].only_with not in last.dropped:
-                results[operation_of(regions, number)].add(number)
-        ranked = sorted(results.values(), key=lambda made: -gain(last, costs(last.kept | made)))
+        last, ranked = found[-1], known.ranked(found[-1])
         count = len(ranked) // 3 if len(ranked) > MOST_SINGLY else 1
         step = max(1, count // 8)
         found += [costs(last.kept.union(*ranked[:number])) for number in (*range(step, count, step), count)]
@@ -212,94 +238,111 @@ class LayerCosts(NamedTuple):
     host_s: float  # the host's seconds, beside those of the device
 
 
-@lru_cache(maxsize=64)  # of more, those of layers with hundreds of regions would be many objects for the collector
-def layer_pieces(layer: LayerProfile, policy: LayerPolicy | None = None, *, offloads: bool) -> LayerPieces:
-    """Forward and backward of a layer in pieces, whose seconds are shared as the operations share those of forward."""
+def costs_under(layer: LayerProfile, policy: LayerPolicy | None, *, offloads: bool) -> tuple[RegionCosts, list[int]]:
+    """What a layer's regions cost under a policy, and the regions that are offloaded, in the order of saving."""
     # Without a policy, everything that the layer saves is kept, or offloaded. If the layer is not offloaded, all that
     # is kept is on the device.
-    regions, host = layer.known_regions(), layer.host
+    regions = layer.known_regions()
     if policy is None or not layer.regions:
         policy = LayerPolicy(saved_of(regions), saved_of(regions))
-    known = layer_regions(regions)
-    costs = known.costs(policy.kept)
-    total_s = math.fsum(region.seconds for region in regions)
-    shares = [region.seconds / total_s if total_s else 1 / len(regions) for region in regions]
-    moving = [number for number in sorted(policy.offloaded & costs.kept) if offloads and regions[number].nbytes]
+    costs = region_costs(regions, policy.kept)
+    moving = sorted(policy.offloaded & costs.kept) if offloads else []
+    return costs, [number for number in moving if regions[number].nbytes]
+
+
+def _beside(layer: LayerProfile, costs: RegionCosts, *, offloads: bool) -> tuple[int, int, float]:
+    """A layer's small bytes, what else its backward needs, and the host's seconds, if its regions cost this."""
+    host, whole = layer.host, costs.whole
+    # PyTorch holds what a node has saved while it sums the node's gradients, but not what is recomputed for it.
+    workspace_bytes = max(0, layer.workspace_bytes - (layer.freed_sooner_bytes if whole else 0))
+    host_s = host.kept_s + (host.policy_s if offloads or costs.dropped else 0.0)
+    host_s += host.second_run_s if costs.dropped else 0.0
+    return 0 if whole else layer.small_bytes, workspace_bytes, host_s
+
+
+def layer_pieces(layer: LayerProfile, policy: LayerPolicy | None = None, *, offloads: bool) -> LayerPieces:
+    """Forward and backward of a layer in pieces."""
+    regions = layer.known_regions()
+    costs, moving = costs_under(layer, policy, offloads=offloads)
+    small_bytes, workspace_bytes, host_s = _beside(layer, costs, offloads=offloads)
     places = {number: place for place, number in enumerate(moving)}
     held = costs.kept | costs.dropped
-    freed = known.freed_after(costs.dropped, len(regions) - 1)
-    whole = not costs.kept - inputs_of(regions)
-    small_bytes = 0 if whole else layer.small_bytes
+    freed = layer_regions(regions).freed_after(costs.dropped, len(regions) - 1)
     forward = [Piece("forward", 0.0, small_bytes)]
     backward = [Piece("backward", 0.0, freed_bytes=small_bytes)]
-    for number, (region, share) in enumerate(zip(regions, shares, strict=True)):
+    for number, (region, share) in enumerate(zip(regions, shares_of(regions), strict=True)):
         nbytes = region.nbytes if number in held else 0
         forward.append(Piece("forward", share * layer.forward_s, nbytes, freed[number], number in places))
         saved_bytes, awaits = (nbytes, places.get(number)) if region.saved else (0, None)
         backward.append(Piece("backward", share * layer.backward_s, freed_bytes=saved_bytes, awaits=awaits))
     if costs.dropped:
-        backward.append(known.second_run(costs, places))
-    return LayerPieces(
-        forward,
-        backward[::-1],
-        [regions[number].nbytes for number in moving],
-        # PyTorch holds what a node has saved while it sums the node's gradients, but not what is recomputed for it.
-        max(0, layer.workspace_bytes - (layer.freed_sooner_bytes if whole else 0)),
-        host.kept_s
-        + (host.policy_s if offloads or costs.dropped else 0.0)
-        + (host.second_run_s if costs.dropped else 0.0),
-    )
+        # It ends with the last dropped region, and with the layer's inputs, which are freed unless autograd saves them.
+        awaits = 0 if moving and moving[0] < costs.rerun[-1] else None  # all of the reload
+        more = sum(regions[number].nbytes for number in costs.dropped)
+        more -= sum(regions[number].nbytes for number in costs.kept if not regions[number].saved)
+        most = costs.second_run_bytes
+        backward.append(Piece("recompute", costs.recompute_s, most, most - more, awaits=awaits))
+    return LayerPieces(forward, backward[::-1], [regions[number].nbytes for number in moving], workspace_bytes, host_s)
 
 
-def _held_bytes(pieces: Sequence[Piece]) -> int:
-    """By how much the pieces change the memory on the device."""
-    return sum(piece.taken_bytes - piece.freed_bytes for piece in pieces)
+def shares_of(regions: Sequence[RegionProfile]) -> list[float]:
+    """The part of a layer's forward and backward that each region takes: as its operation shares the seconds."""
+    total_s = math.fsum(region.seconds for region in regions)
+    return [region.seconds / total_s if total_s else 1 / len(regions) for region in regions]
 
 
-def _peak_bytes(pieces: Sequence[Piece], held_bytes: int = 0) -> int:
-    """The most on the device while the pieces run, with ``held_bytes`` at their start."""
-    changes = (change for piece in pieces for change in (piece.taken_bytes, -piece.freed_bytes))
-    return max(accumulate(changes, initial=held_bytes))
+def layer_costs(
+    layer: LayerProfile, ways: Iterable[tuple[RegionCosts, Sequence[int]]], link: Link, *, offloads: bool
+) -> list[LayerCosts]:
+    """What the pieces of a layer add up to, whenever they start, for what its regions cost and which are offloaded."""
+    regions = layer.known_regions()
+    over = [*accumulate(shares_of(regions))]  # the part of forward that is over once each region is made
 
+    def costs_of_way(costs: RegionCosts, moving: Sequence[int]) -> LayerCosts:
+        small_bytes, workspace_bytes, host_s = _beside(layer, costs, offloads=offloads)
+        recompute_s = math.fsum([regions[number].seconds for number in costs.operations])
+        backward_s, held_bytes = layer.backward_s + recompute_s, small_bytes + costs.kept_bytes
+        # Each offloaded tensor, last one first, with the bytes from there on: so many are left to copy to the host once
+        # it is made, or have been reloaded before its backward.
+        last_first = moving[::-1]
+        moved = [*zip(last_first, accumulate([regions[number].nbytes for number in last_first]), strict=True)]
+        offloaded_bytes = moved[-1][1] if moved else 0
+        reload_s = offloaded_bytes / link.h2d_bytes_per_s
+        sent_s = [over[one] * layer.forward_s + nbytes / link.d2h_bytes_per_s for one, nbytes in moved]
+        reloaded_s = [
+            over[one] * layer.backward_s + nbytes / link.h2d_bytes_per_s for one, nbytes in moved if regions[one].saved
+        ]
+        if moved and costs.dropped and moving[0] < costs.rerun[-1]:  # the second run waits for all of them
+            reloaded_s.append(reload_s + backward_s)
+        return LayerCosts(
+            layer.forward_s,
+            backward_s,
+            recompute_s,
+            offloaded_bytes / link.d2h_bytes_per_s,
+            max(sent_s, default=-math.inf),
+            reload_s,
+            max(reloaded_s, default=-math.inf),
+            held_bytes,
+            offloaded_bytes,
+            (layer.forward_workspace_bytes or 0) + small_bytes + costs.forward_bytes,
+            workspace_bytes + held_bytes + costs.second_run_bytes,
+            host_s,
+        )
 
-def layer_costs(layer: LayerProfile, policy: LayerPolicy | None, link: Link, *, offloads: bool) -> LayerCosts:
-    """What the pieces of a layer add up to, whenever they start."""
-    forward, backward, offloaded, workspace_bytes, host_s = layer_pieces(layer, policy, offloads=offloads)
-    held = _held_bytes(forward)
-    ready_s = accumulate(piece.seconds for piece in forward)
-    sent = [(ready, piece.taken_bytes) for ready, piece in zip(ready_s, forward, strict=True) if piece.offloads]
-    offload_s = rest_s = 0.0
-    offloaded_after_s = backward_after_s = -math.inf
-    for ready, nbytes in reversed(sent):
-        offload_s += nbytes / link.d2h_bytes_per_s
-        offloaded_after_s = max(offloaded_after_s, ready + offload_s)
-    reloaded_after_s = [*accumulate((nbytes / link.h2d_bytes_per_s for nbytes in reversed(offloaded)), initial=0.0)]
-    for piece in reversed(backward):
-        rest_s += piece.seconds
-        if piece.awaits is not None:
-            backward_after_s = max(backward_after_s, reloaded_after_s[-1 - piece.awaits] + rest_s)
-    return LayerCosts(
-        math.fsum(piece.seconds for piece in forward),
-        math.fsum(piece.seconds for piece in backward),
-        math.fsum(piece.seconds for piece in backward if piece.kind == "recompute"),
-        offload_s,
-        offloaded_after_s,
-        reloaded_after_s[-1],
-        backward_after_s,
-        held,
-        sum(offloaded),
-        (layer.forward_workspace_bytes or 0) + _peak_bytes(forward),
-        workspace_bytes + _peak_bytes(backward, held),
-        host_s,
-    )
+    return [costs_of_way(*way) for way in ways]
 
 
 def costs_of(
     profile: Profile, link: Link, offloaded: Collection[int], policies: Sequence[LayerPolicy | None] = ()
 ) -> list[LayerCosts]:
     """The costs of each layer of a profile if these layers are offloaded."""
-    layers = zip(profile.layers, policies or (None,) * len(profile.layers), strict=True)
-    return [layer_costs(*layer, link, offloads=number in offloaded) for number, layer in enumerate(layers)]
+    found: list[LayerCosts] = []
+    for number, (layer, policy) in enumerate(
+        zip(profile.layers, policies or [None] * len(profile.layers), strict=True)
+    ):
+        offloads = number in offloaded
+        found += layer_costs(layer, [costs_under(layer, policy, offloads=offloads)], link, offloads=offloads)
+    return found
 
 
 # Steps under the default schedule.
@@ -338,21 +381,22 @@ def step_s(layers: Sequence[LayerCosts], num_layers: int, loss_s: float = 0.0, o
     now_s = copied_s = 0.0
     offloaded_s: list[float] = []  # when each layer and those before it are on the host
     for number, layer in enumerate(layers):
-        if number >= resident:
-            now_s = max(now_s, offloaded_s[number - resident])
-        copied_s = max(copied_s + layer.offload_s, now_s + layer.offloaded_after_s)
-        offloaded_s.append(copied_s)
+        if number >= resident and offloaded_s[number - resident] > now_s:
+            now_s = offloaded_s[number - resident]
+        if number < num_layers:
+            copied_s = max(copied_s + layer.offload_s, now_s + layer.offloaded_after_s)
+            offloaded_s.append(copied_s)
         now_s += layer.forward_s
     now_s += loss_s
-    reloads_s = [0.0] * len(layers)  # when the reload of each layer starts
+    reloads_s = offloaded_s  # from here on, when the reload of each layer starts
     for number in reversed(range(len(layers))):
-        reloaded = number - resident + 1
+        layer, reloaded = layers[number], number - resident + 1
         if 0 <= reloaded < num_layers:
             reloads_s[reloaded] = max(copied_s, now_s)
             copied_s = reloads_s[reloaded] + layers[reloaded].reload_s
-        now_s += layers[number].backward_s
-        if number < num_layers:
-            now_s = max(now_s, reloads_s[number] + layers[number].backward_after_s)
+        now_s += layer.backward_s
+        if number < num_layers and reloads_s[number] + layer.backward_after_s > now_s:
+            now_s = reloads_s[number] + layer.backward_after_s
     # The host runs ahead, also into the next step.
     return max(now_s + other_s, math.fsum(map(attrgetter("host_s"), layers)))
 

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import product
 from operator import add, attrgetter, getitem
 from statistics import fmean
@@ -33,8 +33,8 @@ from offload.planning.layer_costs import (
     step_s,
     ways_of,
 )
-from offload.planning.profile import LayerProfile, Link, Profile
-from offload.recompute.costs import LayerPolicy, RegionProfile
+from offload.planning.profile import Link, Profile
+from offload.recompute.costs import LayerPolicy
 
 FEW = 2000  # so many choices of a small model are all tried
 STEPS = 4  # in how many steps of the grid the offloaded layers go from one level to the next
@@ -43,6 +43,7 @@ POSITIONS = 256  # about so many positions are tried at most on the grid, for th
 COUNTS = 16  # so many numbers of offloaded layers are tried at most; of deeper models each second one, or third
 SWEPT = 96  # how many layers have, in all, the choices of which single layers are given other policies
 SWEEPS = 3  # how often each of those layers is tried with each other policy
+BUT_SECONDS = attrgetter("name", "nbytes", "reads", "saved", "recomputable", "another_of", "only_with")
 SECONDS = ("forward_s", "backward_s", "offload_s", "reload_s")  # they add up to a step in which nothing waits
 ROUNDING = 1e-8  # by what part of it two steps may differ that are as long as each other
 
@@ -82,13 +83,8 @@ def layers_of_kinds(profile: Profile) -> list[list[int]]:
     """The layers of each kind, by their numbers."""
     found: defaultdict[object, list[int]] = defaultdict(list)
     for number, layer in enumerate(profile.layers):
-        found[layer.saved_bytes, _without_seconds(layer.regions)].append(number)
+        found[tuple(map(BUT_SECONDS, layer.known_regions()))].append(number)
     return list(found.values())
-
-
-@lru_cache(maxsize=256)
-def _without_seconds(regions: tuple[RegionProfile, ...]) -> tuple[RegionProfile, ...]:
-    return tuple(replace(one, seconds=0.0) for one in regions)
 
 
 def _convex(ways: Sequence[RegionCosts]) -> Iterator[tuple[float, int]]:
@@ -102,12 +98,6 @@ def _convex(ways: Sequence[RegionCosts]) -> Iterator[tuple[float, int]]:
 def _host_bytes(costs: Sequence[LayerCosts]) -> int:
     """What is offloaded; all of it is on the host at once."""
     return sum(map(attrgetter("offloaded_bytes"), costs))
-
-
-@lru_cache(maxsize=128)
-def _costs_of(layer: LayerProfile, ways: tuple[LayerPolicy | None, ...], link: Link) -> list[list[LayerCosts]]:
-    """The costs of a layer's ways if the layer is not offloaded, and if it is; the same layer is searched for often."""
-    return [[layer_costs(layer, way, link, offloads=offloads) for way in ways] for offloads in (False, True)]
 
 
 class Search:
@@ -129,15 +119,23 @@ class Search:
         self.ways: list[list[LayerPolicy | None]] = [[]] * self.count
         """Of each layer, its policies, fewest bytes first. The last one is ``None``: everything saved has one policy,
         and regions need not be told apart. For a layer without regions it is the only one."""
+        # Of each layer, the costs of each of its ways if it is not offloaded, and if it is.
+        self._kept: list[list[LayerCosts]] = [[]] * self.count
+        self._offloaded: list[list[LayerCosts]] = [[]] * self.count
         level = [0] * self.count
         self.levels = [tuple(level)]  # of each level, the way of each layer; the first way of all, to the last of all
         rises: list[tuple[float, int, list[int]]] = []
         for numbers in layers_of_kinds(profile):
-            alike = zip(*(profile.layers[number].regions for number in numbers), strict=True)
+            alike = zip(*(profile.layers[number].known_regions() for number in numbers), strict=True)
             regions = tuple(replace(same[0], seconds=fmean(one.seconds for one in same)) for same in alike)
-            found = [] if not regions else ways_of(regions) if among is Among.REGIONS else ends_of(regions)
+            found = ways_of(regions) if among is Among.REGIONS else ends_of(regions)
+            ways = [*(LayerPolicy(way.kept, way.kept) for way in found[:-1]), None]
+            resident = [(way, ()) for way in found]
+            moved = [(way, [one for one in sorted(way.kept) if regions[one].nbytes]) for way in found]
             for number in numbers:
-                self.ways[number] = [*(LayerPolicy(way.kept, way.kept) for way in found[:-1]), None]
+                layer, self.ways[number] = profile.layers[number], ways
+                self._kept[number] = layer_costs(layer, resident, link, offloads=False)
+                self._offloaded[number] = layer_costs(layer, moved, link, offloads=True)
             rises += ((gained, way, numbers) for gained, way in _convex(found))
         # Gains fall from way to way of a kind, so the ways of a kind come in their order.
         for _, way, numbers in sorted(rises, key=lambda rise: -rise[0]):
@@ -145,9 +143,6 @@ class Search:
                 level[number] = max(level[number], way)  # rounding may exchange two of equal gain
             self.levels.append(tuple(level))
         self.highest = (len(self.levels) - 1) * self.count  # the position at which all layers are on the highest level
-        by_layer = [_costs_of(*layer, link) for layer in zip(profile.layers, map(tuple, self.ways), strict=True)]
-        # Of each layer, the costs of each of its ways if it is not offloaded, and if it is.
-        self._kept, self._offloaded = map(list, zip(*by_layer, strict=True))
 
     def costs(self, choice: Choice) -> list[LayerCosts]:
         layers = self._offloaded[: choice.num_layers] + self._kept[choice.num_layers :]
