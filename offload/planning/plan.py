@@ -216,7 +216,7 @@ def relaxed(plan: Plan, profile: Profile, most_bytes: float) -> Plan:
 
 
 def _too_little(search: Search, budget: int, host: int | None) -> str:
-    least, choice = search.least_peak()
+    least, choice = search.least_peak
     within = "" if host is None else f" within max_host_bytes = {host} ({format_bytes(host)})"
     return (
         f"memory_budget must be at least {least} bytes ({format_bytes(least)}), the least peak that a plan reaches"

@@ -1,12 +1,12 @@
 """The fastest choice within the memory that a limited search finds.
 
 Layers are of one kind if their regions have the same names and bytes. A kind has ways, which are policies, each with
-more bytes and fewer seconds than the one before. A level has one way of each kind: from one level to the next, that
-kind keeps more which saves the most seconds per byte.
+more bytes and fewer seconds than the one before. Layer by layer, those of the kind keep more that saves the most
+seconds per byte: that is a list of positions, from nothing kept to all.
 
-Three numbers make most choices: how many layers are offloaded, the level of those, and the level of the others. The
-first two are tried on a grid. More that is kept on the device is never slower, so the third is found by bisection. In
-the end single layers of the best choices are given other policies.
+Three numbers make most choices: how many layers are offloaded, the position of those, and the position of the others.
+The first two are tried on a grid. More that is kept on the device is never slower, so the third is found by bisection.
+In the end single layers of the best choices are given other policies.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
-from functools import cached_property
-from itertools import product
-from operator import add, attrgetter, getitem
+from functools import cache, cached_property
+from itertools import accumulate, product
+from operator import attrgetter, getitem, sub
 from statistics import fmean
 from typing import NamedTuple
 
+from offload.base.evenly import evenly
 from offload.planning.layer_costs import (
     LayerCosts,
     RegionCosts,
@@ -30,6 +31,7 @@ from offload.planning.layer_costs import (
     gain,
     layer_costs,
     peak_bytes,
+    peaks_of,
     step_s,
     ways_of,
 )
@@ -37,14 +39,12 @@ from offload.planning.profile import Link, Profile
 from offload.recompute.costs import LayerPolicy
 
 FEW = 2000  # so many choices of a small model are all tried
-STEPS = 4  # in how many steps of the grid the offloaded layers go from one level to the next
-PEAK_LEVELS = 64  # about so many levels are tried at most for the least peak: layers of many kinds make many
-POSITIONS = 256  # about so many positions are tried at most on the grid, for the same reason
+POSITIONS = 64  # about so many positions of offloaded layers are tried on the grid
 COUNTS = 16  # so many numbers of offloaded layers are tried at most; of deeper models each second one, or third
-SWEPT = 96  # how many layers have, in all, the choices of which single layers are given other policies
+SWEPT = 1000  # about so many policies of single layers are tried at most in the choices that were found
 SWEEPS = 3  # how often each of those layers is tried with each other policy
 BUT_SECONDS = attrgetter("name", "nbytes", "reads", "saved", "recomputable", "another_of", "only_with")
-SECONDS = ("forward_s", "backward_s", "offload_s", "reload_s")  # they add up to a step in which nothing waits
+CLOSE = 0.02  # by what part of it a step may be longer than the shortest whose single layers are given other policies
 ROUNDING = 1e-8  # by what part of it two steps may differ that are as long as each other
 
 
@@ -77,6 +77,16 @@ class Score(NamedTuple):
 
 
 Found = tuple[Score, Choice]
+
+
+class Sums(NamedTuple):
+    """Layers under these ways if all of them are offloaded, or none: what those before each layer come to, and all."""
+
+    ways: tuple[int, ...]
+    held_bytes: list[int]
+    sent_bytes: list[int]
+    most_bytes: list[int]  # the most on the device in each layer, and then in the loss, if nothing is released
+    compute_s: list[float]
 
 
 def layers_of_kinds(profile: Profile) -> list[list[int]]:
@@ -122,8 +132,6 @@ class Search:
         # Of each layer, the costs of each of its ways if it is not offloaded, and if it is.
         self._kept: list[list[LayerCosts]] = [[]] * self.count
         self._offloaded: list[list[LayerCosts]] = [[]] * self.count
-        level = [0] * self.count
-        self.levels = [tuple(level)]  # of each level, the way of each layer; the first way of all, to the last of all
         rises: list[tuple[float, int, list[int]]] = []
         for numbers in layers_of_kinds(profile):
             alike = zip(*(profile.layers[number].known_regions() for number in numbers), strict=True)
@@ -138,11 +146,20 @@ class Search:
                 self._offloaded[number] = layer_costs(layer, moved, link, offloads=True)
             rises += ((gained, way, numbers) for gained, way in _convex(found))
         # Gains fall from way to way of a kind, so the ways of a kind come in their order.
-        for _, way, numbers in sorted(rises, key=lambda rise: -rise[0]):
-            for number in numbers:
-                level[number] = max(level[number], way)  # rounding may exchange two of equal gain
-            self.levels.append(tuple(level))
-        self.highest = (len(self.levels) - 1) * self.count  # the position at which all layers are on the highest level
+        rises.sort(key=lambda rise: -rise[0])
+        # At each position, the way of each layer. Of offloaded layers the first ones keep more first, as they are
+        # offloaded for longest; of the others the last ones, whose backward is over first.
+        self._offloaded_at = self._positions((number, way) for _, way, numbers in rises for number in numbers)
+        self._kept_at = self._positions((number, way) for _, way, numbers in rises for number in reversed(numbers))
+        self._besides_s = profile.loss_s + profile.other_s
+
+    def _positions(self, rises: Iterable[tuple[int, int]]) -> list[tuple[int, ...]]:
+        ways = [0] * self.count
+        found = [tuple(ways)]
+        for number, way in rises:
+            ways[number] = max(ways[number], way)  # rounding may exchange two of equal gain
+            found.append(tuple(ways))
+        return found
 
     def costs(self, choice: Choice) -> list[LayerCosts]:
         layers = self._offloaded[: choice.num_layers] + self._kept[choice.num_layers :]
@@ -157,49 +174,58 @@ class Search:
 
     def scored(self, choice: Choice) -> Found | None:
         """What a choice comes to; ``None`` if it does not fit."""
-        costs, profile = self.costs(choice), self.profile
-        peak, host = peak_bytes(costs, choice.num_layers, profile.loss_bytes), _host_bytes(costs)
+        costs = self.costs(choice)
+        peak, host = peak_bytes(costs, choice.num_layers, self.profile.loss_bytes), _host_bytes(costs)
         if peak > self.most_bytes or host > self.most_host_bytes:
             return None
-        found_s = step_s(costs, choice.num_layers, profile.loss_s, profile.other_s)
+        return self._found(choice, costs, host, peak)
+
+    def _found(self, choice: Choice, costs: Sequence[LayerCosts], host: int, peak: int) -> Found:
+        found_s = step_s(costs, choice.num_layers, self.profile.loss_s, self.profile.other_s)
         recompute_s = math.fsum(map(attrgetter("recompute_s"), costs))
         return Score(float(f"{found_s:.9g}"), float(f"{recompute_s:.9g}"), host, peak), choice
 
     def best(self) -> Found | None:
         """The best choice that was found; ``None`` if the least peak does not fit."""
-        kept = self.scored(Choice(0, self.levels[-1]))
+        kept = self.scored(Choice(0, self._kept_at[-1]))
         if kept is not None:
             return kept
         if self._is_small:
             return min(filter(None, map(self.scored, self._every())), default=None)
-        fastest = self._on_grid() or [*filter(None, [self._least])]
+        fastest = self._on_grid() or [*filter(None, [self.scored(self.least_peak[1])])]
         if not fastest or fastest[0][0].step_s <= self.profile.compute_s * (1 + ROUNDING):
             return next(iter(fastest), None)  # nothing fits, or nothing is recomputed or waited for
-        return min(map(self._swept, fastest[: max(1, SWEPT // self.count)]))
-
-    def least_peak(self) -> tuple[int, Choice]:
-        """The least peak that is known, and the choice that has it; of a small model the least of all."""
-
-        def least(choices: Iterator[Choice]) -> tuple[int, Choice]:
-            costs = ((one, self.costs(one)) for one in choices)
-            fitting = ((one, of) for one, of in costs if _host_bytes(of) <= self.most_host_bytes)
-            return min((peak_bytes(of, one.num_layers, self.profile.loss_bytes), one) for one, of in fitting)
-
-        if self._is_small:
-            return least(self._every())
-        ends = (self.levels[0], self.levels[-1])
-        corners = product(self.counts, ends, ends)
-        found = least(Choice(k, offloaded[:k] + kept[k:]) for k, offloaded, kept in corners)
-        k = found[1].num_layers
-        levels = [*self.levels[: -1 : 1 + len(self.levels) // PEAK_LEVELS], self.levels[-1]]
-        found = least(Choice(k, offloaded[:k] + kept[k:]) for offloaded, kept in product(levels, repeat=2))
-        for number, ways in enumerate(self.ways):
-            found = least(found[1].with_way(number, way) for way in range(len(ways)))
-        return found
+        return min(map(self._swept, fastest[: max(2, SWEPT // sum(map(len, self.ways)))]))
 
     @cached_property
-    def _least(self) -> Found | None:
-        return self.scored(self.least_peak()[1])
+    def least_peak(self) -> tuple[int, Choice]:
+        """The least peak that is known, and the choice that has it; of a small model the least of all."""
+        if self._is_small:
+            every = ((one, self.costs(one)) for one in self._every())
+            fitting = ((one, costs) for one, costs in every if _host_bytes(costs) <= self.most_host_bytes)
+            return min((peak_bytes(of, one.num_layers, self.profile.loss_bytes), one) for one, of in fitting)
+
+        def least(counts: Iterable[int], step: int) -> tuple[int, Choice]:
+            sums = [
+                [self._sums(layers, ways) for ways in (*positions[:-1:step], positions[-1])]
+                for layers, positions in ((self._offloaded, self._offloaded_at), (self._kept, self._kept_at))
+            ]
+            return min(
+                (peak(kept), Choice(num_layers, offloaded.ways[:num_layers] + kept.ways[num_layers:]))
+                for num_layers, offloaded in product(counts, sums[0])
+                if offloaded.sent_bytes[num_layers] <= self.most_host_bytes
+                for peak in [self._peak_beside(num_layers, offloaded)]
+                for kept in sums[1]
+            )
+
+        found = least(self.counts, len(self._kept_at))
+        found = least([found[1].num_layers], self.count)
+        for number in range(self.count):
+            others = self._other_ways(found[1])(number)
+            found = min(
+                (peak, found[1].with_way(number, way)) for way, peak, host, _ in others if host <= self.most_host_bytes
+            )
+        return found
 
     @property
     def _is_small(self) -> bool:
@@ -210,29 +236,47 @@ class Search:
         every = product(self.counts, product(*(range(len(ways)) for ways in self.ways)))
         return (Choice(*one) for one in every)
 
-    def _at(self, num_layers: int, offloaded: int, kept: int) -> Choice:
-        """The choice that these numbers make: a position is a level, times the layers, and how many are one above."""
-        # Of the offloaded layers the first ones keep more first, as they are offloaded for longest; of the others the
-        # last ones, whose backward is over first.
-        level, more = divmod(offloaded, self.count)
-        edge = min(more, num_layers)
-        ways = self.levels[min(level + 1, len(self.levels) - 1)][:edge] + self.levels[level][edge:num_layers]
-        level, more = divmod(kept, self.count)
-        edge = max(self.count - more, num_layers)
-        above = self.levels[min(level + 1, len(self.levels) - 1)]
-        return Choice(num_layers, ways + self.levels[level][num_layers:edge] + above[edge:])
+    def _sums(self, layers: Sequence[Sequence[LayerCosts]], ways: tuple[int, ...]) -> Sums:
+        """What is summed up of the layers under these ways, all of which are offloaded, or none."""
+        costs = [*map(getitem, layers, ways)]
+        held = [*accumulate([one.held_bytes for one in costs], initial=0)]
+        tops = [
+            before + max(one.forward_peak_bytes, one.backward_peak_bytes)
+            for before, one in zip(held, costs, strict=False)
+        ]
+        sent = [*accumulate([one.offloaded_bytes for one in costs], initial=0)]
+        compute_s = [*accumulate([one.forward_s + one.backward_s for one in costs], initial=0.0)]
+        return Sums(ways, held, sent, [*tops, held[-1] + self.profile.loss_bytes], compute_s)
+
+    def _peak_beside(self, num_layers: int, offloaded: Sums) -> Callable[[Sums], int]:
+        """The peak, by the ways of the layers that are not offloaded."""
+        sent = offloaded.sent_bytes
+        gone = [*[0] * (self.count - num_layers), *sent[1 : num_layers + 1], sent[num_layers]]
+        before, gone_then = offloaded.held_bytes[num_layers], gone[num_layers:]
+        least: int = max(map(sub, offloaded.most_bytes[:num_layers], gone), default=0)
+
+        def peak(kept: Sums) -> int:
+            later: int = max(map(sub, kept.most_bytes[num_layers:], gone_then))
+            return max(least, before - kept.held_bytes[num_layers] + later)
+
+        return peak
 
     def _on_grid(self) -> list[Found]:
         """For each number of offloaded layers the best choice, fastest first; of deep models first for some only."""
-        positions = range(0, self.highest + 1, max(1, self.count // STEPS, self.highest // POSITIONS))
+        positions = self._offloaded_at[:: max(1, len(self._offloaded_at) // POSITIONS)]
+        sums = [self._sums(self._offloaded, positions[number]) for number in evenly(len(positions))]
+        kept_at = cache(lambda position: self._sums(self._kept, self._kept_at[position]))
         stride = 1 + (self.count - 1) // COUNTS
         found: dict[int, Found] = {}
 
         def look(num_layers: int) -> None:
-            for offloaded in positions if num_layers else positions[:1]:
-                one = self._most_kept(num_layers, offloaded, min(found.values())[0].step_s if found else math.inf)
+            for offloaded in {one.ways[:num_layers]: one for one in sums}.values():
+                known = found.get(num_layers)
+                close_s = (1 + CLOSE) * min(found.values())[0].step_s if found else math.inf
+                fastest_s = close_s if known is None else min(close_s, known[0].step_s)
+                one = self._most_kept(num_layers, offloaded, kept_at, fastest_s * (1 + ROUNDING))
                 if one is not None:
-                    found[num_layers] = min(found.get(num_layers, one), one)
+                    found[num_layers] = one if known is None else min(known, one)
 
         for num_layers in self.counts[::stride]:
             look(num_layers)
@@ -243,41 +287,71 @@ class Search:
                     look(num_layers)
         return sorted(found.values())
 
-    def _most_kept(self, num_layers: int, offloaded: int, fastest_s: float) -> Found | None:
-        """The choice that keeps the most in the layers that are not offloaded; ``None`` if it cannot be the fastest."""
-        most = self._at(num_layers, offloaded, self.highest)
-        costs = self.costs(most)
-        if not self._may_be_faster(costs, fastest_s) or _host_bytes(costs) > self.most_host_bytes:
+    def _most_kept(
+        self, num_layers: int, offloaded: Sums, kept_at: Callable[[int], Sums], most_s: float
+    ) -> Found | None:
+        """The choice that keeps the most in the layers that are not offloaded; ``None`` if that takes longer."""
+        highest = len(self._kept_at) - 1
+        left_s = most_s - self._besides_s - offloaded.compute_s[num_layers]
+
+        def is_fast(position: int) -> bool:
+            compute_s = kept_at(position).compute_s
+            return compute_s[-1] - compute_s[num_layers] <= left_s
+
+        if offloaded.sent_bytes[num_layers] > self.most_host_bytes or not is_fast(highest):
             return None
+        peak = self._peak_beside(num_layers, offloaded)
 
-        def fits(kept: int) -> bool:
-            tried = self.costs(self._at(num_layers, offloaded, kept))
-            return peak_bytes(tried, num_layers, self.profile.loss_bytes) <= self.most_bytes
+        def fits(position: int) -> bool:
+            return peak(kept_at(position)) <= self.most_bytes
 
-        if fits(self.highest):
-            return self.scored(most)
         # Position 0 may be above others: recomputing all of a layer can need more for a moment than keeping some. But
         # nothing is found below the least peak that is known, which an error names.
-        if not fits(0) and self._least is None:
-            return None
-        fitting = bisect_left(range(self.highest), True, key=lambda kept: not fits(kept))
-        return self.scored(self._at(num_layers, offloaded, fitting - 1)) if fitting else None
+        position = highest
+        if not fits(highest):
+            least = bisect_left(range(highest), True, key=is_fast)
+            if not fits(least) and (fits(0) or self.least_peak[0] > self.most_bytes):
+                return None
+            position = bisect_left(range(highest), True, least, key=lambda one: not fits(one)) - 1
+            if position < least:
+                return None
+        return self.scored(Choice(num_layers, offloaded.ways[:num_layers] + self._kept_at[position][num_layers:]))
 
-    def _may_be_faster(self, costs: Sequence[LayerCosts], fastest_s: float) -> bool:
-        """Whether neither compute nor the copies nor the host alone take longer than the fastest step."""
-        forward_s, backward_s, offload_s, reload_s = (map(attrgetter(name), costs) for name in SECONDS)
-        compute_s, copies_s = math.fsum(map(add, forward_s, backward_s)), math.fsum(map(add, offload_s, reload_s))
-        least_s = max(compute_s + self.profile.loss_s, copies_s) + self.profile.other_s
-        return max(least_s, math.fsum(map(attrgetter("host_s"), costs))) <= fastest_s * (1 + ROUNDING)
+    def _other_ways(self, choice: Choice) -> Callable[[int], Iterator[tuple[int, int, int, float]]]:
+        """The ways of a layer, by its number, with what the peak, the host's bytes and the least step become."""
+        num_layers, costs = choice.num_layers, self.costs(choice)
+        forward, between, backward = peaks_of(costs, num_layers)
+        most = [*map(max, forward, backward), between + self.profile.loss_bytes]
+        all_sent = _host_bytes(costs)
+        compute_s = sum(one.forward_s + one.backward_s for one in costs)
+
+        def others(number: int) -> Iterator[tuple[int, int, int, float]]:
+            now, released = costs[number], number + self.count - num_layers  # what is offloaded is gone from then on
+            before = forward[number] - now.forward_peak_bytes
+            parts = most[:number], most[number + 1 : released], most[released:]
+            earlier, later, latest = (max(part, default=0) for part in parts)
+            rest_s = compute_s - now.backward_s + self._besides_s  # all ways have the same forward
+            for way, one in enumerate((self._offloaded if number < num_layers else self._kept)[number]):
+                more, sent = one.held_bytes - now.held_bytes, one.offloaded_bytes - now.offloaded_bytes
+                top = before + max(one.forward_peak_bytes, one.backward_peak_bytes)
+                peak = max(earlier, top, later + more, latest + more - sent)
+                yield way, peak, all_sent + sent, rest_s + one.backward_s
+
+        return others
 
     def _swept(self, best: Found) -> Found:
         """With other policies of single layers, as long as that is better."""
-        for _ in range(SWEEPS):
-            before = best
-            for number, way in ((n, way) for n in reversed(range(self.count)) for way in range(len(self.ways[n]))):
-                tried = best[1].with_way(number, way)
-                if tried != best[1] and self._may_be_faster(self.costs(tried), best[0].step_s):
-                    best = min(best, self.scored(tried) or best)
-            if best is before:
+        seen, others = best, self._other_ways(best[1])
+        unchanged = 0  # so many layers were given other policies since the best choice was found
+        for number in [*reversed(range(self.count))] * SWEEPS:
+            if seen is not best:
+                seen, others, unchanged = best, self._other_ways(best[1]), 0
+            elif unchanged == self.count:
                 break
+            unchanged += 1
+            for way, peak, host, least_s in others(number):
+                fits = peak <= self.most_bytes and host <= self.most_host_bytes
+                if fits and least_s <= best[0].step_s * (1 + ROUNDING) and way != seen[1].ways[number]:
+                    tried = seen[1].with_way(number, way)
+                    best = min(best, self._found(tried, self.costs(tried), host, peak))
         return best
