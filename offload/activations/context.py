@@ -26,7 +26,7 @@ from offload.base.torch_private import interpreted
 from offload.device.backend import Backend
 from offload.device.select import get_backend
 from offload.host.pool import get_host_pool
-from offload.recompute.layer_policies import LayerPolicies, warn_of_unmatched
+from offload.recompute.layer_policies import LayerPolicies, check_patterns
 from offload.schedule.schedule import Schedule
 
 LayerOutput = TypeVar("LayerOutput")
@@ -185,7 +185,7 @@ class OffloadContext(ContextDecorator):
                 if opened.layer == self.model_layers - 1:
                     self._transfers.join()
                     self._warn_if_nothing_moved()
-                    self._warn_of_patterns()
+                    self._check_patterns()
         except BaseException:
             self._give_up_round()
             raise
@@ -331,11 +331,11 @@ class OffloadContext(ContextDecorator):
             f"and the context's device {transfers.backend.device}; see context.stats().skipped.",
         )
 
-    def _warn_of_patterns(self) -> None:
+    def _check_patterns(self) -> None:
         learned = any(one is not None and one.last is not None for one in self.policies)
         if learned and "patterns" not in self._warned and len(self._round.sets) == self.model_layers:
+            check_patterns(self.policies)  # a refusal comes in each forward
             self._warned.add("patterns")
-            warn_of_unmatched(self.policies)
 
     def _warn_once(self, about: str, message: str) -> None:
         if about not in self._warned:

@@ -191,15 +191,18 @@ class LayerPolicies(RegionPolicies):
         self.follows(numbered, regions)
 
 
-def warn_of_unmatched(layers: Iterable[LayerPolicies | None]) -> None:
-    """Warn of patterns that match no region of any layer, once the layers have run."""
+def check_patterns(layers: Iterable[LayerPolicies | None]) -> None:
+    """Warn of patterns that match no region of any layer, once the layers have run; refuse them if none does."""
     known = [one for one in layers if one is not None and one.last is not None]
     ways = itertools.chain.from_iterable(one.ways.values() for one in known)
     names = dict.fromkeys([*itertools.chain.from_iterable(way.names.values() for way in ways), SOURCE])
     patterns = dict.fromkeys(itertools.chain.from_iterable(one.patterns for one in known))
     unmatched = [pattern for pattern in patterns if not any(matches(name, pattern) for name in names)]
     if unmatched:
-        warn_caller(
+        line = (
             f"policies has patterns that match no region: {', '.join(map(repr, unmatched))}. The layers have these "
             f"regions: {', '.join(map(repr, names))}. Write one of these names, or a pattern of them such as '*mm*'."
         )
+        if len(unmatched) == len(patterns):
+            raise ValueError(line)
+        warn_caller(line)

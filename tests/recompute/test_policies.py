@@ -223,6 +223,10 @@ def test_patterns_that_match_no_region_are_named_once(lab: Lab) -> None:
         step_gradients(layers, x)
     with offloaded(layers, lab, {"input": "offload", "*": "recompute"}):
         step_gradients(layers, x)
+    with offloaded(layers, lab, {"*mlp*": "keep"}):
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"match no region: '\*mlp\*'\. .*'up: mm'"):
+                step_gradients(layers, x)
 
 
 @pytest.mark.filterwarnings("ignore:a whole round of")
