@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -170,7 +171,14 @@ def read_options(words: Sequence[str]) -> argparse.Namespace:
     state = "bytes of optimizer state per parameter; by default AdamW's two numbers of the dtype"
     add("--optimizer-bytes", type=int, help=state)
     add("--fused-loss", action="store_true", help="the loss never holds all logits: offload.use_chunked_loss, Liger's")
-    return parser.parse_args(words)
+    # A size below 0 looks like another option, and would be said to be missing.
+    joined: list[str] = []
+    for word in words:
+        if joined and joined[-1].startswith("--") and re.match(r"-\d", word):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return parser.parse_args(joined)
 
 
 def _size(text: str) -> int:

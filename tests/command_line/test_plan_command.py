@@ -202,6 +202,7 @@ SIZE = "must be a number and a unit, such as '40GiB', got"
         ("--memory 1MibB", f"argument --memory: {SIZE} '1MibB'"),
         ("--memory 80", f"argument --memory: {SIZE} '80'"),
         ("--memory=-5GiB", f"argument --memory: {SIZE} '-5GiB'"),
+        ("--memory -5GiB", f"argument --memory: {SIZE} '-5GiB'"),
         ("--memory 8GiB --host-memory 64", f"argument --host-memory: {SIZE} '64'"),
         ("--link 26", f"argument --link: {SIZE} '26'"),
         ("--tokens x", "argument --tokens: invalid int value: 'x'"),
