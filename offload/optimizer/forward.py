@@ -43,7 +43,8 @@ class Unread:
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _READ_NO_NUMBER or (function == _SET_GRADIENT and args[1] is None):
             with without_torch_function():
-                return function(*args, **kwargs or {})
+                found = function(*args, **kwargs or {})
+            return found
         join_steps([one for one in tree_leaves((args, kwargs)) if isinstance(one, Unread)] or None)
         return function(*args, **kwargs or {})
 
