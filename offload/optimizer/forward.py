@@ -44,7 +44,7 @@ class Unread:
         if function in _READ_NO_NUMBER or (function == _SET_GRADIENT and args[1] is None):
             with without_torch_function():
                 found = function(*args, **kwargs or {})
-            return found
+            return found  # noqa: RET504  inside of the block, an interrupt would leave it without its end
         join_steps([one for one in tree_leaves((args, kwargs)) if isinstance(one, Unread)] or None)
         return function(*args, **kwargs or {})
 
