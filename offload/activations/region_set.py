@@ -97,7 +97,10 @@ class RegionSet(ActivationSet):
         random = {} if capturing else states_of(() if way is None else way.trace.generators, (backend.device,))
         saved = () if way is None else way.saved_inputs
         tensors = enumerate(inputs.tensors)
-        held = [(self._hold(tensor, saved=number in saved), tensor.requires_grad) for number, tensor in tensors]
+        held = [
+            (self._hold(tensor, saved=number in saved), tensor.requires_grad, tensor.grad_fn is not None)
+            for number, tensor in tensors
+        ]
         constants = () if way is None else way.trace.constants.values()
         frame = Frame(layer, inputs.placed, held, state, constants, settings, random, self._token)
         self._frame = frame
@@ -412,9 +415,9 @@ class RegionSet(ActivationSet):
             if number in frame.replay.numbers and handle.kept is not None:
                 frame.kept[number] = handle.kept.unpack
         for number in () if self._stays else way.saved_inputs:  # else the input would be held on the device as well
-            kept, needs = frame.held[number]
+            kept, needs, computed = frame.held[number]
             if isinstance(getattr(kept, "__self__", None), KeptHandle):
-                frame.held[number] = self._hold(kept(), saved=True), needs
+                frame.held[number] = self._hold(kept(), saved=True), needs, computed
         originals.clear()
 
 

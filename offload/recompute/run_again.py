@@ -69,7 +69,7 @@ class Frame:
     Args:
         layer: The layer.
         inputs: Its positional and keyword arguments, with places instead of tensors.
-        held: The tensors among the arguments, and whether each requires a gradient.
+        held: The tensors among the arguments, whether each requires a gradient, and whether operations computed it.
         state: Of the layer.
         constants: What counts the changes of tensors that forward reads and that are no inputs and no state.
         settings: Of PyTorch.
@@ -96,7 +96,7 @@ class Frame:
         self,
         layer: nn.Module,
         inputs: tuple[Any, Any],
-        held: list[tuple[Held, bool]],
+        held: list[tuple[Held, bool, bool]],
         state: LayerState,
         constants: Iterable[torch.Tensor],
         settings: Settings,
@@ -209,9 +209,11 @@ class Frame:
 
     def run_under(self, check: SavedCheck, mode: TorchDispatchMode | None) -> None:
         """Run the layer as it ran in forward, under a dispatch mode; ``check`` gets what autograd saves."""
-        given = [
-            held().detach().requires_grad_(needs) for held, needs in self.held
-        ]  # leaves: forward has its own graph
+        given = [held().detach().requires_grad_(needs) for held, needs, _ in self.held]  # forward has its own graph
+        with torch.enable_grad():  # autocast holds what it has cast of a leaf, and of nothing else
+            given = [
+                one.view_as(one) if computed else one for one, (*_, computed) in zip(given, self.held, strict=True)
+            ]
         args, kwargs = with_tensors(self.inputs, given)
         backward = in_backward()
         # In forward, FSDP's hooks around the layer are at work already; in backward they know of a second run.

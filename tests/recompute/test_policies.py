@@ -118,6 +118,21 @@ def test_a_parameter_that_is_cast_makes_nothing_run_again(autocast: bool, lab: L
     assert found["sin"] > LAYERS
 
 
+def test_an_input_that_autocast_casts_several_times_can_be_recomputed(lab: Lab) -> None:
+    """As in BERT, whose layers begin with three products. Of a leaf, autocast would hold what it has cast."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(lab.device.type, torch.bfloat16):
+            return ((x @ w) * (x @ w.sin())).tanh().float()
+
+    layers, x = functions(function, lab)
+    expected = step_gradients(layers, x)
+    with offload.offload_layers(layers, memory_budget="1GiB", device=lab.device, min_bytes=0) as handle:
+        for _ in range(3):
+            assert_same(expected, step_gradients(layers, x))
+        assert handle.state == "following"
+
+
 def _part_doubled(y: torch.Tensor) -> torch.Tensor:
     y[..., : WIDTH // 2].mul_(2)
     return y
