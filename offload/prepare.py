@@ -80,7 +80,7 @@ class PreparedTraining(Handle):
         self._decides_again = self._deciding = False
         self._link_left: Link | None = None  # for activations, beside the copies of the chosen recipe
         self._tokens = 0  # of the largest microbatch so far
-        self.broken = BrokenBudget(" beside weights and optimizer state")
+        self.broken = BrokenBudget()
         self._put_in_place(_first_of(self._plan))
         self._undo = ExitStack()
         self._undo.callback(self._optimizer.register_step_post_hook(self._after_step).remove)
@@ -165,6 +165,11 @@ class PreparedTraining(Handle):
     def device_bytes(self) -> int:
         """Of the budget, for what a step adds to weights and optimizer state."""
         return max(1, self._usable_bytes - self._training.held_bytes(self.recipe, self.resident_bytes))
+
+    def asked_bytes(self, nbytes: int) -> int:
+        """The ``memory_budget`` with which a step may add so many bytes to weights and optimizer state."""
+        held_bytes = self._training.held_bytes(self.recipe, self.resident_bytes)
+        return round((nbytes + held_bytes) * self._plan.memory_budget / self._usable_bytes)
 
     def host_bytes(self) -> int | None:
         """Of pinned memory, for activations."""

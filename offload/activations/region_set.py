@@ -374,6 +374,7 @@ class RegionSet(ActivationSet):
 
     def _prove(self, frame: Frame, way: Way, originals: list[torch.Tensor]) -> None:
         """Run the layer again as in backward, and compare what was dropped; where it differs, run all operations."""
+        self._policies.proofs += 1
         same = len(originals) == len(way.nodes) or way.trace.zone >= 0
         same = same and frame.nodes[: way.limit] == way.nodes[: way.limit]
         same = same and all(

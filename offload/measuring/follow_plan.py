@@ -10,6 +10,7 @@ layers keep everything. Much larger ones are timed as the second microbatch was.
 from __future__ import annotations
 
 import logging
+import math
 import operator
 from collections.abc import Hashable
 from dataclasses import replace
@@ -40,7 +41,7 @@ from offload.measuring.profile_layers import (
 )
 from offload.measuring.sizes import CostsBySize, Inputs, Size, given_to, is_within, rounded_up, with_skipped
 from offload.observe.memory import memory_peak
-from offload.planning.plan import Plan, make_plan, relaxed
+from offload.planning.plan import Plan, TooLittleMemoryError, make_plan, relaxed
 from offload.planning.profile import Profile
 from offload.planning.search import Among
 from offload.recompute.layer_policies import LayerPolicies
@@ -115,8 +116,7 @@ class FollowPlan(HookedLayers):
         """How often each layer had been learned when those began."""
         self._new_gradients: list[int] = []
         """The bytes that the gradients of each layer have which the microbatch that is timed allocates."""
-        self._planned: Size = {}
-        """The size of inputs that the plan is for."""
+        self._planned: Size = {}  # of inputs that the plan is for
         self._plans: dict[Hashable, Plan] = {}
         """By the sizes of inputs: the plan for the planned size, and those for smaller ones."""
         self._peak_bytes = self._gradient_bytes = 0
@@ -124,22 +124,16 @@ class FollowPlan(HookedLayers):
         that there were then, where they count to the budget."""
         self._before = 1, 0
         """The elements of the largest inputs that were timed, and what was saved before the first layer beside them."""
-        self._learning = 0, 0
-        """The most device memory in the layers of a microbatch that learned, and the elements of its inputs."""
-        self._kept_gradients = 0
-        """The most gradients with which a microbatch has kept to the budget under this plan."""
-        self._watches = True
-        """Whether the peaks of microbatches are measured."""
+        self._learning = 0, 0  # the most in the layers of a microbatch that learned, and the elements of its inputs
+        self._planned_gradients = 0  # those that a microbatch is planned to begin with: the most so far
+        self._watches = True  # whether the peaks of microbatches are measured
         self._recomputed_fits = False  # whether the microbatch that was timed has kept to the budget
-        self._ran_all = False
-        """Whether the last microbatch has skipped no layer."""
+        self._ran_all = False  # whether the last microbatch has skipped no layer
         self._proves = False
         """Whether this is a plan's first microbatch, which proves the plan, and may hold a layer twice for that."""
-        self._unproven = 0
-        """How many layers had to be proven when the last microbatch began."""
+        self._proofs = 0  # how often layers had been proven when the last microbatch began
         self._corrections_left = 0
-        self._said = False
-        """Whether a broken budget was warned of."""
+        self._said = False  # whether the budget is known to be too small
         self._policies = self._learning_policies()
         for one in self._policies:
             one.is_short = self._is_short
@@ -210,55 +204,56 @@ class FollowPlan(HookedLayers):
                     "capture, of which the third follows the plan."
                 )
             return
-        proved = self._learn_costs() or self._proves or self._count_unproven() < self._unproven
-        self._proves = False
-        if proved or self.measures:
-            most_bytes, broken = self._peak_bytes, self._left.broken
-            if self._stage == "timing":  # which tells what the learning microbatches were counted without
-                layers_bytes, elements = self._learning
-                most_bytes = max(most_bytes, layers_bytes + round(elements * self._before[1] / self._before[0]))
-            broken.over_bytes = max(broken.over_bytes, most_bytes - (self._budget or self._left.device_bytes()))
+        proofs, self._proofs = self._proofs, sum(one.proofs for one in self._policies)
+        ran_twice = self._learn_costs() or proofs < self._proofs
+        proved, self._proves = ran_twice or self._proves, False
+        most_bytes, broken = self._peak_bytes, self._left.broken
+        if self._stage == "timing":  # which tells what the learning microbatches were counted without
+            layers_bytes, elements = self._learning
+            most_bytes = max(most_bytes, layers_bytes + round(elements * self._before[1] / self._before[0]))
+        broken.over_bytes = max(broken.over_bytes, most_bytes - (self._budget or self._left.device_bytes()))
         if self._stage == "timing":
             self._end_timing(self._backend.mark())
         self._inputs = given_to(inputs)
-        size = self._costs.size_of(self._inputs)
+        size, gradient_bytes = self._costs.size_of(self._inputs), self._left.gradient_bytes()
         if not self.measures or (self._stage == "learning" and all(one.proven for one in self._policies)):
             if self._costs.lack(self._inputs):
                 self._time()
-            elif not is_within(size, self._planned):
-                if self.plan is not None and self.plan is self.largest_plan and not proved:
-                    self._need_more(self.plan)
+            elif not is_within(size, self._planned) or gradient_bytes > self._planned_gradients:
+                followed, self._planned_gradients = self.plan, max(gradient_bytes, self._planned_gradients)
+                if followed is not None and followed is self.largest_plan and not ran_twice:
+                    self._need_more(followed)
                 self._costs.cover(self._inputs)
                 self._plan_for(self._costs.largest)
+                if followed is not None and not self._said:  # lengths may grow from step to step
+                    broken.tell(self._budget, self._left.asked_bytes)
             elif self._watches and not proved:
                 self._keep_to_budget()
         if isinstance(self._left, DeviceLeft) and not self.measures:
-            grown_bytes = allocated_bytes(self._backend.device) - self._left.gradient_bytes() - self._held_bytes
+            grown_bytes = allocated_bytes(self._backend.device) - gradient_bytes - self._held_bytes
             if grown_bytes > RESERVE * self._budget:  # optimizer state, that the first step has made, perhaps
                 self.plan_again()
         largest = self.largest_plan
         if self._compare.measures and largest is not None:
             # On the CPU, copies and compute share the cores: the times of some microbatches say little there.
             ready = self._backend.device.type != "cpu" and self._plan_at(size, largest) is largest
-            ready = ready and not self._count_unproven()
+            ready = ready and all(one is None or one.proven for one in self.context.policies)
             other = self._compare.begin_microbatch(self._inputs.elements, ready=ready)
             if other is not None:
                 self._change_to(other)
-        self._gradient_bytes = self._left.gradient_bytes()
-        # More gradients than when a microbatch has kept to the budget, perhaps as later ones of a step have them.
-        grown = self._gradient_bytes > self._kept_gradients
+        self._gradient_bytes = gradient_bytes
         largest = self.largest_plan
-        self._watches = self._watches or self._stage == "learning" or (grown and not self._said)
+        self._watches = self._watches or self._stage == "learning"
         if largest is not None:
             self._follow(self._plan_at(size, largest))
             self._peak_bytes = 0
         if self._watches and not (self.plan is not largest and self._peak.costs_time):
             # What nobody has counted that was there when the microbatch began would not be seen to be freed.
-            self._proves = self._proves or not (self._peak.counts or grown)
+            self._proves = self._proves or not self._peak.counts
             self._peak.start()
         else:
             self._peak.stop()
-        self._times.forwards, self._ran_all, self._unproven = 0, False, self._count_unproven()
+        self._times.forwards, self._ran_all = 0, False
         count_inputs(self._peak, inputs, self._backend.device)
         behind = next((one for one in inputs if one.grad_fn is not None), None)
         if self._stage == "learning" and behind is not None:
@@ -288,14 +283,10 @@ class FollowPlan(HookedLayers):
             most_bytes += round(self._inputs.elements * self._before[1] / self._before[0])
             self._peak_bytes = max(self._peak_bytes, most_bytes + self._gradient_bytes)
 
-    def _count_unproven(self) -> int:
-        """How many layers have not run yet since their second run is another one."""
-        return sum(one is not None and not one.proven for one in self.context.policies)
-
     def _change_to(self, plan: Plan) -> None:
         """From the next microbatch on, this is the plan for inputs of the planned size."""
         self._plans, self._proves = {frozenset(self._planned.items()): plan}, True
-        self._watches, self._kept_gradients = not (self._said and self._peak.costs_time), 0
+        self._watches = not (self._said and self._peak.costs_time)
 
     def _follow(self, plan: Plan) -> None:
         if plan is self.plan:
@@ -309,7 +300,7 @@ class FollowPlan(HookedLayers):
         size = rounded_up(size, self._planned)
         key = frozenset(size.items())
         if key not in self._plans:
-            profile, missing_bytes = self._costs.at(size)
+            profile, missing_bytes = self._costs_at(size)
             known, left_bytes = profile.beside(missing_bytes).with_larger_workspace(), (1 - RESERVE) * self._budget
             self._plans[key] = relaxed(largest, known, left_bytes)
         return self._plans[key]
@@ -334,21 +325,23 @@ class FollowPlan(HookedLayers):
                 return
             least = [*largest.policies] == recompute_all(largest.profile)
             tried = "although everything is recomputed" if least else f"by {CORRECTIONS + 1} plans"
-            needed = f"{tried}: the last microbatch needed {format_bytes(self._peak_bytes)}"
-            self._left.broken.warn(self._budget, f"was not met {needed}; give more, or use smaller microbatches.")
+            self._left.broken.warn(
+                f"memory_budget = {self._as_asked(self._budget)} was not met {tried}: a microbatch needed "
+                f"{self._as_asked(self._peak_bytes)}. Give more, or use smaller microbatches."
+            )
             self._said, self._watches = True, not (self._peak.costs_time and self._ran_all)
         else:
             if not self._said:
-                self._left.broken.tell(self._budget, TOLERANCE)
-            if not smaller and self._peak.costs_time and self._ran_all:
-                self._watches, self._kept_gradients = False, max(self._kept_gradients, self._gradient_bytes)
+                self._left.broken.tell(self._budget, self._left.asked_bytes)
+            if not smaller and self._ran_all and self._gradient_bytes >= self._planned_gradients:
+                self._watches = not self._peak.costs_time
 
     def _need_more(self, plan: Plan) -> None:
         """Count what the last microbatch, under this plan, has needed beyond the budget, and what the plan leaves."""
         over = self._peak_bytes - self._budget
         if over > 0:
-            amounts = self._left.broken.called(self._budget), format_bytes(self._peak_bytes)
-            _logger.info("%s: the last microbatch needed %s, so it is planned again", *amounts)
+            amounts = map(self._as_asked, (self._budget, self._peak_bytes))
+            _logger.info("memory_budget = %s: the last microbatch needed %s, so it is planned again", *amounts)
             unused_bytes = round((1 - RESERVE) * self._budget) - plan.peak_bytes
             self._costs.need_more(over + max(0, unused_bytes))
 
@@ -385,11 +378,22 @@ class FollowPlan(HookedLayers):
             one.clock, one.holds = None, False
         self._ask_what_is_left()
         self._recomputed_fits = len(ran) == len(kinds) and self.measured_bytes <= self._budget
-        self._costs.add(self._timed_inputs, profile, max(0, self._peak_bytes - expected))
+        self._planned_gradients = max(self._gradient_bytes, self._planned_gradients)
+        missing_bytes = max(0, self._peak_bytes - self._gradient_bytes - expected)
+        self._costs.add(self._timed_inputs, profile, missing_bytes, self._new_gradients)
+
+    def _as_asked(self, nbytes: int) -> str:
+        """With which ``memory_budget`` a step may need so many bytes."""
+        return format_bytes(self._left.asked_bytes(nbytes))
 
     def _ask_what_is_left(self) -> None:
         self._budget, self._corrections_left = self._left.device_bytes(), CORRECTIONS
         self._held_bytes = allocated_bytes(self._backend.device) - self._left.gradient_bytes()
+
+    def _costs_at(self, size: Size) -> tuple[Profile, int]:
+        """The profile of inputs of a size, and the bytes that are needed outside of the layers, with gradients."""
+        profile, missing_bytes = self._costs.at(size)
+        return profile, missing_bytes + self._planned_gradients
 
     def plan_again(self) -> None:
         """Plan for what is left now, if there is a plan already."""
@@ -406,8 +410,9 @@ class FollowPlan(HookedLayers):
 
         It fits beside what is needed outside of the layers; if there is none, everything is recomputed.
         """
-        self.profile, self.missing_bytes = self._costs.at(self._planned)
-        budget, missing = self._left.broken.called(self._budget), format_bytes(self.missing_bytes)
+        self.profile, self.missing_bytes = self._costs_at(self._planned)
+        budget = f"memory_budget = {self._as_asked(self._budget)}"
+        missing = format_bytes(self.missing_bytes)
         link, host_bytes = self._left.link(self.link), self._left.host_bytes()
 
         def plan_among(among: Among) -> Plan:
@@ -419,12 +424,12 @@ class FollowPlan(HookedLayers):
             return replace(made, memory_budget=self._budget)
 
         profile = self.profile.beside(self.missing_bytes)
-        plans, why = {}, ""
+        plans, least_bytes = {}, math.inf
         for among in Among:
             try:
                 plans[among] = plan_among(among)
-            except ValueError as error:  # fewer policies need not fit, nor more: they leave a reserve
-                why = why or str(error)  # the error itself would hold the frames around, and what they compute
+            except TooLittleMemoryError as error:  # fewer policies need not fit, nor more: they leave a reserve
+                least_bytes = min(least_bytes, error.least_bytes / (1 - RESERVE))
         if not plans:
             self._corrections_left = 0
             if over_bytes is not None and over_bytes <= TOLERANCE * self._budget:
@@ -434,9 +439,12 @@ class FollowPlan(HookedLayers):
             if self._recomputed_fits and is_within(self._planned, self._costs.size_of(self._timed_inputs)):
                 _logger.info("%s is met by no plan: all is recomputed, as while it was measured", budget)
             elif not self._left.more_after_step() and over_bytes is None:
-                why += f" Of the budget, {missing} are needed outside of the layers, and {RESERVE:.0%} are left free."
-                line = f"cannot be met, so everything is recomputed and inputs are offloaded: {why}"
-                self._left.broken.warn(self._budget, line)
+                within = "" if host_bytes is None else f" with {format_bytes(host_bytes)} of host memory"
+                self._left.broken.warn(
+                    f"{budget} cannot be met, so everything is recomputed and inputs are offloaded: a step needs "
+                    f"{self._as_asked(math.ceil(least_bytes))}{within}, of which {missing} outside of the layers. Give "
+                    "that much, or use smaller microbatches."
+                )
                 self._said = True
         made = self._compare.best(plans, self._planned[()])
         _logger.info(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,34 +29,32 @@ TOLERANCE = 0.02
 
 @dataclass
 class BrokenBudget:
-    """By how much microbatches that learned, timed or proved something broke a budget, until the program is told."""
+    """By how much microbatches broke a budget, and what the program was told of that."""
 
-    beside: str = ""  # what else there is beside the number of messages, which is not all of the program's budget
     over_bytes: float = -math.inf
     told_bytes: float = 0.0
 
-    def called(self, budget: int) -> str:
-        """The budget in messages."""
-        return f"memory_budget = {format_bytes(budget)}{self.beside}"
+    def tell(self, budget: int, asked: Callable[[int], int] = int) -> None:
+        """Say that the budget is kept to now, if it was broken, and by more than was told of.
 
-    def warn(self, budget: int, line: str) -> None:
+        ``asked`` tells with which ``memory_budget`` a step may need so many bytes.
+        """
+        if self.over_bytes > self.told_bytes + TOLERANCE * budget:
+            self.told_bytes = self.over_bytes
+            given, needed = (format_bytes(asked(round(one))) for one in (budget, budget + self.told_bytes))
+            warn_caller(
+                f"memory_budget = {given} is kept to from here on, but a microbatch before needed {needed}: its layers "
+                "were learned, which runs them twice, or its inputs were larger than all before, or its plan was too "
+                "tight. Give more if such microbatches do not fit."
+            )
+
+    def warn(self, text: str) -> None:
         """Say that the budget is broken for good: only once, as each longer input may do so."""
         if self.told_bytes < math.inf:
-            self.told_bytes = math.inf
-            warn_caller(f"{self.called(budget)} {line} Longer inputs may need more: that is logged.")
+            warn_caller(f"{text} Longer inputs may need more: that is logged.")
         else:
-            _logger.info("%s %s", self.called(budget), line)
-
-    def tell(self, budget: int, tolerance: float) -> None:
-        """Say that the budget is kept to now, if it was broken, and by more than was told of."""
-        if self.over_bytes > max(tolerance * budget, self.told_bytes):
-            self.told_bytes = self.over_bytes
-            warn_caller(
-                f"{self.called(budget)} is kept to from here on, but not while the layers were learned: a microbatch "
-                f"needed up to {format_bytes(round(budget + self.told_bytes))}, as each layer ran twice, and what both "
-                "runs saved was compared, or as its inputs were larger than all before. Give more if such steps do not "
-                "fit."
-            )
+            _logger.info("%s", text)
+        self.told_bytes = math.inf
 
 
 class MemoryLeft(Protocol):
@@ -77,6 +75,10 @@ class MemoryLeft(Protocol):
     def gradient_bytes(self) -> int:
         """Gradients on the device now, if they count to what a step adds, whichever step has added them."""
         return 0
+
+    def asked_bytes(self, nbytes: int) -> int:
+        """The ``memory_budget`` with which a step may need so many bytes."""
+        return nbytes
 
     def more_after_step(self) -> bool:
         """Ask for more, as no plan fits: whether more may be left once the step has ended."""

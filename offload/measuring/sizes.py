@@ -18,7 +18,7 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import product
+from itertools import accumulate, product
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +65,12 @@ class Timed(NamedTuple):
     profile: Profile
     missing_bytes: int  # what the microbatch needed outside of the layers
     kind: RegionNames
+    gradients: Sequence[int]  # the new gradients, in bytes, that there were after the backward of each layer
+
+    def like(self, other: Timed, number: int) -> LayerProfile:
+        """A layer, as if the microbatch had begun with as many gradients as another one that was timed."""
+        layer, more_bytes = self.profile.layers[number], other.gradients[number] - self.gradients[number]
+        return replace(layer, workspace_bytes=max(0, layer.workspace_bytes + more_bytes))
 
 
 class CostsBySize:
@@ -92,9 +98,11 @@ class CostsBySize:
         known, regions = next(reversed(samples.items()))
         return self._grown(kind, regions, self.size_of(known), self.size_of(inputs))
 
-    def add(self, inputs: Inputs, profile: Profile, missing_bytes: int) -> None:
-        """What was timed with these inputs."""
-        self._timed.append(Timed(inputs, profile, missing_bytes, _names_in([one.regions for one in profile.layers])))
+    def add(self, inputs: Inputs, profile: Profile, missing_bytes: int, new_gradients: Sequence[int]) -> None:
+        """What was timed with these inputs; the microbatch has made so many bytes of gradients for each layer."""
+        kind = _names_in([one.regions for one in profile.layers])
+        gradients = [*accumulate(reversed(new_gradients))]
+        self._timed.append(Timed(inputs, profile, missing_bytes, kind, gradients[::-1]))
         self._more_bytes = 0.0
         self.cover(inputs)
 
@@ -140,7 +148,7 @@ class CostsBySize:
         elements_each = [one.inputs.elements for one in self._timed]
         layers = []
         for number, regions in enumerate(grown):
-            timed = [one.layers[number] for one in profiles]
+            timed = [one.like(last, number) for one in self._timed]
             # With a byte for each element, for layers without regions.
             sizes = [_bytes_of(one.regions) + elements for one, elements in zip(timed, elements_each, strict=True)]
             found = {name: _on_line(sizes, timed, _bytes_of(regions) + size[()], name) for name in OF_LAYERS}

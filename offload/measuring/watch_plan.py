@@ -76,7 +76,7 @@ class WatchedPlan(HookedLayers):
         budget = self._plan.memory_budget
         expected = max(budget, self._plan.peak_bytes)  # a plan made by hand may predict more
         if peak_bytes <= (1 + TOLERANCE) * expected:
-            BrokenBudget(over_bytes=self._learning_bytes - expected).tell(expected, TOLERANCE)
+            BrokenBudget(over_bytes=self._learning_bytes - expected).tell(expected)
             return
         warn_caller(
             f"memory_budget = {format_bytes(budget)} was not met by the plan, which predicted "

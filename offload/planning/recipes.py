@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 from offload.base.checks import format_bytes, format_s
 from offload.base.evenly import evenly
-from offload.planning.plan import Plan
+from offload.planning.plan import Plan, TooLittleMemoryError
 from offload.planning.profile import Link
 from offload.planning.simulate import Interlude, simulate_steps
 from offload.schedule.schedule import Point
@@ -349,9 +349,9 @@ def plan_recipes(
 ) -> TrainingPlan:
     """Every recipe with a plan for the activations in what it leaves of all device memory and all pinned host memory.
 
-    ``plan`` plans activations within so many bytes of device and of host memory for a link; it raises a ``ValueError``
-    if they do not fit. ``missing_bytes`` is what a measured step needs beside weights, optimizer state and the layers'
-    activations: gradients, the loss, what libraries allocate.
+    ``plan`` plans activations within so many bytes of device and of host memory for a link; it raises a
+    :class:`TooLittleMemoryError` if they do not fit. ``missing_bytes`` is what a measured step needs beside weights,
+    optimizer state and the layers' activations: gradients, the loss, what libraries allocate.
 
     Resident state and activations share what a recipe leaves. All amounts that a smaller budget tries are tried, too.
     """
@@ -369,10 +369,10 @@ def plan_recipes(
             found += within(least, most, most)
             for left in _less_than(most) if any(training.link_s(least.recipe, link)) else ():
                 found += within(least, most, left)
-        except ValueError as error:  # nor in less
+        except TooLittleMemoryError as error:  # nor in less
             if not found:
-                why = str(error).partition(", got")[0].removeprefix("memory_budget must be")
-                return replace(least, step_s=math.inf, reason=f"activations do not fit: they need{why}")
+                reason = f"activations need {format_bytes(error.least_bytes)}, {format_bytes(most)} are left"
+                return replace(least, step_s=math.inf, reason=reason)
         return min(found, key=_seconds)
 
     def within(least: RecipePlan, most: int, left: int) -> list[RecipePlan]:

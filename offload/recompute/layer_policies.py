@@ -64,6 +64,8 @@ class LayerPolicies(RegionPolicies):
         self.host_s = math.inf
         """Seconds of the host for forward and backward, where a trial has taken them."""
         self.learned = 0
+        self.proofs = 0
+        """How often a second run was compared with forward, which holds what both save."""
         self.last: Way | None = None
         self._parameters: list[nn.Parameter] | None = None
         self.is_short: Callable[[int], bool] = lambda _: False

@@ -50,7 +50,7 @@ def measured(order: Iterable[tuple[int, bool]]) -> int:
             learned[mask].add(length)
             costs.learn(inputs(length), regions(length, mask=mask))
         else:
-            costs.add(inputs(length), profile(length, mask=mask), 0)
+            costs.add(inputs(length), profile(length, mask=mask), 0, [0])
     return count
 
 
@@ -86,7 +86,7 @@ def test_regions_of_other_shapes_follow_from_two(second: tuple[int, int]) -> Non
         costs.learn(inputs(*shape), regions(*shape))
     costs.learn(inputs(40, 3), regions(40, 3))
     for shape in ((20, 2), (400, 2)):
-        costs.add(inputs(*shape), profile(*shape), 100)
+        costs.add(inputs(*shape), profile(*shape), 100, [0])
     for shape in ((100, 2), (1000, 2), (64, 8), (800, 1)):
         found, missing_bytes = costs.at(costs.size_of(inputs(*shape)))
         assert [one.nbytes for one in found.layers[0].regions][:2] == [one.nbytes for one in regions(*shape)[0]][:2]
@@ -98,7 +98,7 @@ def test_a_plan_for_two_shapes_covers_no_shape_that_needs_more_of_something() ->
     costs = CostsBySize()
     for shape in ((16, 16), (256, 1)):
         costs.learn(inputs(*shape), regions(*shape))
-        costs.add(inputs(*shape), profile(*shape), 0)
+        costs.add(inputs(*shape), profile(*shape), 0, [0])
     costs.cover(inputs(16, 64))
     covered = [(16, 64), (256, 1), (100, 4), (64, 16), (8, 100)]
     others = [(16, 65), (257, 1), (200, 2), (100, 10)]
@@ -113,7 +113,7 @@ def test_a_plan_for_two_shapes_covers_no_shape_that_needs_more_of_something() ->
 def test_a_side_that_never_varied_and_is_longer_is_measured() -> None:
     costs = CostsBySize()
     costs.learn(inputs(20), regions(20))
-    costs.add(inputs(20), profile(20), 0)
+    costs.add(inputs(20), profile(20), 0, [0])
     assert costs.lack(inputs(21))
     assert not costs.lack(inputs(19))
     costs.learn(inputs(21), regions(21))

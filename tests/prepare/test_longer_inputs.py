@@ -10,6 +10,7 @@ from models import assert_same
 from test_prepare import RESIDENT, STREAMED, Model, adamw, weight_bytes
 
 import offload
+from offload.base.checks import format_bytes
 from offload.planning.recipes import Recipe
 
 LENGTHS = (8, 8, 16, 16, 16, *[100] * 8, 16, 100)
@@ -64,8 +65,10 @@ def test_one_long_microbatch_that_breaks_the_budget_is_said() -> None:
     lengths = (8, 8, 16, 16, 100, 8, 8, 8)
     expected, plain, _ = train(None, lengths)
     budget = max(plain) - 3 * weight_bytes()
-    with pytest.warns(UserWarning, match="memory_budget = .* beside weights and optimizer state is kept to"):
+    with pytest.warns(UserWarning, match="kept to from here on") as told:
         found, most, _ = train(budget, lengths)
+    assert f"memory_budget = {format_bytes(budget)} is" in str(told[0].message)
+    assert f"needed {format_bytes(most[4])}:" in str(told[0].message)
     assert_same(expected, found)
     assert max(most[:4] + most[5:]) <= budget < most[4]
 
