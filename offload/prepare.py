@@ -168,8 +168,8 @@ class PreparedTraining(Handle):
 
     def asked_bytes(self, nbytes: int) -> int:
         """The ``memory_budget`` with which a step may add so many bytes to weights and optimizer state."""
-        held_bytes = self._training.held_bytes(self.recipe, self.resident_bytes)
-        return round((nbytes + held_bytes) * self._plan.memory_budget / self._usable_bytes)
+        whole, usable = self._plan.memory_budget, self._usable_bytes
+        return round(whole * (nbytes + usable - self.device_bytes()) / usable)
 
     def host_bytes(self) -> int | None:
         """Of pinned memory, for activations."""
@@ -241,7 +241,10 @@ class PreparedTraining(Handle):
         self._activations.context.limit_host(most)
 
     def _measured(self) -> FollowPlan:
-        return follow_plan(self._layers, self, device=self._device, max_host_bytes=self._most_pooled(), **self._follow)
+        most = self._most_pooled()
+        made = follow_plan(self._layers, self, device=self._device, max_host_bytes=most, **self._follow)
+        self._follow = {**self._follow, "link": made.link}  # measured once, in 128 MiB of the device
+        return made
 
     def _change_to(self, planned: RecipePlan) -> None:
         if self._state is not None:

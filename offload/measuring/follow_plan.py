@@ -42,7 +42,7 @@ from offload.measuring.profile_layers import (
 from offload.measuring.sizes import CostsBySize, Inputs, Size, given_to, is_within, rounded_up, with_skipped
 from offload.observe.memory import memory_peak
 from offload.planning.plan import Plan, TooLittleMemoryError, make_plan, relaxed
-from offload.planning.profile import Profile
+from offload.planning.profile import Link, Profile
 from offload.planning.search import Among
 from offload.recompute.layer_policies import LayerPolicies
 from offload.schedule.schedule import Schedule
@@ -78,6 +78,7 @@ class FollowPlan(HookedLayers):
         min_bytes: int | str,
         device: torch.device | str | int | None,
         max_host_bytes: int | str | None,
+        link: Link | None = None,
     ) -> None:
         most = None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes")
         nothing = Schedule(len(layers))
@@ -90,8 +91,8 @@ class FollowPlan(HookedLayers):
             given_bytes = parse_bytes(memory_budget, "memory_budget")
             memory_budget = GivenMemory(given_bytes, self._backend.device, layers, most)
         self._left: MemoryLeft = memory_budget
+        # Bytes that were left when the layers were timed, and what an accelerator held then beside gradients.
         self._budget = self._held_bytes = 0
-        """Bytes that were left when the layers were timed, and what an accelerator held then beside gradients."""
         self._times = LayerTimes(layers, self._backend, ended=self.end_backward)
         self._times.paused = True
         super().__init__(layers, context)
@@ -99,38 +100,30 @@ class FollowPlan(HookedLayers):
         self._begins = Attachment(layers, begins)
         self._peak = memory_peak(self._backend.device)
         self._layers = layers
-        self.plan: Plan | None = None
-        """The plan that the microbatch follows which began last; ``None`` while the layers are measured."""
-        self.profile: Profile | None = None
-        """What the layers cost, once that was measured."""
-        self.measured_bytes = 0
-        """The most device memory in the microbatch that was timed, above what there was when its step began."""
-        self.missing_bytes = 0
-        """What a step needs on the device beside the activations of the layers, for inputs of the planned size."""
-        self.link = measure_link(self._backend.device)
+        self.plan: Plan | None = None  # that the last microbatch follows; ``None`` while the layers are measured
+        self.profile: Profile | None = None  # what the layers cost, once that was measured
+        self.measured_bytes = 0  # the most in the timed microbatch, above what there was when its step began
+        self.missing_bytes = 0  # what a step of the planned size needs on the device beside the layers' activations
+        self.link = link or measure_link(self._backend.device)
         self._costs = CostsBySize()
         self._stage: Literal["learning", "timing", "following"] = "learning"
         self._inputs = self._timed_inputs = Inputs(1, ())
         """What the first layer that ran was given in the microbatch that began last, and in the one that is timed."""
-        self._learned = self._learned_then = [0] * len(layers)
-        """How often each layer had been learned when those began."""
-        self._new_gradients: list[int] = []
-        """The bytes that the gradients of each layer have which the microbatch that is timed allocates."""
+        self._learned = self._learned_then = [0] * len(layers)  # how often each layer had been learned when those began
+        self._new_gradients: list[int] = []  # bytes of each layer's gradients that the timed microbatch allocates
         self._planned: Size = {}  # of inputs that the plan is for
-        self._plans: dict[Hashable, Plan] = {}
-        """By the sizes of inputs: the plan for the planned size, and those for smaller ones."""
+        self._plans: dict[Hashable, Plan] = {}  # by the sizes of inputs: for the planned size, and for smaller ones
         self._peak_bytes = self._gradient_bytes = 0
         """The most device memory in the last microbatch, above what there was when its step began; and the gradients
         that there were then, where they count to the budget."""
-        self._before = 1, 0
-        """The elements of the largest inputs that were timed, and what was saved before the first layer beside them."""
+        self._before = 1, 0  # elements of the largest timed inputs, and what was saved before the first layer
         self._learning = 0, 0  # the most in the layers of a microbatch that learned, and the elements of its inputs
         self._planned_gradients = 0  # those that a microbatch is planned to begin with: the most so far
+        self._timed_gradients = self._counted_gradients = 0  # those with which one was timed, and that the plan counts
         self._watches = True  # whether the peaks of microbatches are measured
-        self._recomputed_fits = False  # whether the microbatch that was timed has kept to the budget
+        self._recomputed_fits = False  # whether the timed microbatch has kept to the budget
         self._ran_all = False  # whether the last microbatch has skipped no layer
-        self._proves = False
-        """Whether this is a plan's first microbatch, which proves the plan, and may hold a layer twice for that."""
+        self._proves = False  # whether this is a plan's first microbatch, which may hold layers twice to prove it
         self._proofs = 0  # how often layers had been proven when the last microbatch began
         self._corrections_left = 0
         self._said = False  # whether the budget is known to be too small
@@ -158,6 +151,11 @@ class FollowPlan(HookedLayers):
         self._begins.remove()
         self._times.remove()
         self._peak.stop()
+        # No circles: who deletes the model now would wait for Python's collector to have its memory.
+        self._left = GivenMemory(self._budget, self._backend.device, (), None)
+        self._times.ended, self._times.layers, self._times.last, self._times.running = lambda: None, [], None, None
+        for one in self._policies:
+            one.is_short = lambda _: False
 
     def _learning_policies(self) -> list[LayerPolicies]:
         return learning_policies(self._layers)
@@ -225,7 +223,7 @@ class FollowPlan(HookedLayers):
                     self._need_more(followed)
                 self._costs.cover(self._inputs)
                 self._plan_for(self._costs.largest)
-                if followed is not None and not self._said:  # lengths may grow from step to step
+                if followed is not None:  # lengths may grow from step to step
                     broken.tell(self._budget, self._left.asked_bytes)
             elif self._watches and not proved:
                 self._keep_to_budget()
@@ -325,14 +323,10 @@ class FollowPlan(HookedLayers):
                 return
             least = [*largest.policies] == recompute_all(largest.profile)
             tried = "although everything is recomputed" if least else f"by {CORRECTIONS + 1} plans"
-            self._left.broken.warn(
-                f"memory_budget = {self._as_asked(self._budget)} was not met {tried}: a microbatch needed "
-                f"{self._as_asked(self._peak_bytes)}. Give more, or use smaller microbatches."
-            )
+            self._left.broken.warn_of_peak(self._as_asked(self._budget), tried, self._as_asked(self._peak_bytes))
             self._said, self._watches = True, not (self._peak.costs_time and self._ran_all)
         else:
-            if not self._said:
-                self._left.broken.tell(self._budget, self._left.asked_bytes)
+            self._left.broken.tell(self._budget, self._left.asked_bytes)
             if not smaller and self._ran_all and self._gradient_bytes >= self._planned_gradients:
                 self._watches = not self._peak.costs_time
 
@@ -378,13 +372,13 @@ class FollowPlan(HookedLayers):
             one.clock, one.holds = None, False
         self._ask_what_is_left()
         self._recomputed_fits = len(ran) == len(kinds) and self.measured_bytes <= self._budget
-        self._planned_gradients = max(self._gradient_bytes, self._planned_gradients)
-        missing_bytes = max(0, self._peak_bytes - self._gradient_bytes - expected)
+        self._timed_gradients = self._gradient_bytes
+        self._planned_gradients = max(self._timed_gradients, self._planned_gradients)
+        missing_bytes = max(0, self._peak_bytes - self._timed_gradients - expected)
         self._costs.add(self._timed_inputs, profile, missing_bytes, self._new_gradients)
 
     def _as_asked(self, nbytes: int) -> str:
-        """With which ``memory_budget`` a step may need so many bytes."""
-        return format_bytes(self._left.asked_bytes(nbytes))
+        return format_bytes(self._left.asked_bytes(nbytes))  # the memory_budget with which a step may need so much
 
     def _ask_what_is_left(self) -> None:
         self._budget, self._corrections_left = self._left.device_bytes(), CORRECTIONS
@@ -393,7 +387,7 @@ class FollowPlan(HookedLayers):
     def _costs_at(self, size: Size) -> tuple[Profile, int]:
         """The profile of inputs of a size, and the bytes that are needed outside of the layers, with gradients."""
         profile, missing_bytes = self._costs.at(size)
-        return profile, missing_bytes + self._planned_gradients
+        return profile, missing_bytes + self._counted_gradients
 
     def plan_again(self) -> None:
         """Plan for what is left now, if there is a plan already."""
@@ -402,7 +396,7 @@ class FollowPlan(HookedLayers):
             self._plan_for(self._planned)
 
     def _plan_for(self, size: Size) -> None:
-        self._planned, self._said = size, False
+        self._planned, self._said, self._counted_gradients = size, False, self._planned_gradients
         self._make_plan()
 
     def _make_plan(self, over_bytes: int | None = None) -> None:
@@ -411,8 +405,7 @@ class FollowPlan(HookedLayers):
         It fits beside what is needed outside of the layers; if there is none, everything is recomputed.
         """
         self.profile, self.missing_bytes = self._costs_at(self._planned)
-        budget = f"memory_budget = {self._as_asked(self._budget)}"
-        missing = format_bytes(self.missing_bytes)
+        budget, missing = self._as_asked(self._budget), format_bytes(self.missing_bytes)
         link, host_bytes = self._left.link(self.link), self._left.host_bytes()
 
         def plan_among(among: Among) -> Plan:
@@ -430,25 +423,25 @@ class FollowPlan(HookedLayers):
                 plans[among] = plan_among(among)
             except TooLittleMemoryError as error:  # fewer policies need not fit, nor more: they leave a reserve
                 least_bytes = min(least_bytes, error.least_bytes / (1 - RESERVE))
+        fits = self._recomputed_fits and is_within(self._planned, self._costs.size_of(self._timed_inputs))
+        if not (plans or fits) and self._counted_gradients > self._timed_gradients:
+            self._counted_gradients = self._timed_gradients  # the profile may have the others, which its backward made
+            self._make_plan(over_bytes)
+            return
         if not plans:
             self._corrections_left = 0
             if over_bytes is not None and over_bytes <= TOLERANCE * self._budget:
                 return  # the last plan is good enough
             schedule, policies = learning_schedule(len(self._layers)), (*recompute_all(profile),)
             plans[Among.CHECKPOINTS] = Plan(schedule, profile, link, self._budget, policies, host_bytes)
-            if self._recomputed_fits and is_within(self._planned, self._costs.size_of(self._timed_inputs)):
+            if fits:
                 _logger.info("%s is met by no plan: all is recomputed, as while it was measured", budget)
             elif not self._left.more_after_step() and over_bytes is None:
-                within = "" if host_bytes is None else f" with {format_bytes(host_bytes)} of host memory"
-                self._left.broken.warn(
-                    f"{budget} cannot be met, so everything is recomputed and inputs are offloaded: a step needs "
-                    f"{self._as_asked(math.ceil(least_bytes))}{within}, of which {missing} outside of the layers. Give "
-                    "that much, or use smaller microbatches."
-                )
+                self._left.broken.warn_of_plans(budget, self._as_asked(math.ceil(least_bytes)), missing, host_bytes)
                 self._said = True
         made = self._compare.best(plans, self._planned[()])
         _logger.info(
-            "%s: %d of %d layers are offloaded, %s a step are recomputed; step %s, peak "
+            "memory_budget = %s: %d of %d layers are offloaded, %s a step are recomputed; step %s, peak "
             "%s, of which %s outside of them",
             *(budget, made.num_layers, len(profile.layers), format_s(made.recompute_s), format_s(made.step_s)),
             *(format_bytes(made.peak_bytes), missing),

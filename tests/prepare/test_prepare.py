@@ -1,6 +1,8 @@
 """A whole training within a memory budget: the same parameters whatever recipe is in place, and when it changes."""
 
+import gc
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -305,6 +307,32 @@ def test_state_that_is_there_already(lab: Lab) -> None:
 
     expected = train(lab, None, resumed)[0]
     assert_trained(expected, train(lab, 1 << 30, resumed)[0], lab)  # its first step is made on the CPU
+
+
+def test_once_removed_and_deleted_nothing_waits_for_the_collector(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next model of the program has the memory at once. The link is measured once, although weights moved."""
+    measured: list[torch.device] = []
+    link = offload.measure_link(lab.device)
+    monkeypatch.setattr("offload.measuring.follow_plan.measure_link", lambda device: measured.append(device) or link)
+    monkeypatch.setattr(PREPARE, "_first_of", chosen(ALL_STREAMED))
+    model = Model()
+    optimizer = adamw(model)
+    with offload.prepare(model, optimizer, 1 << 30, device=lab.device, min_bytes=0) as prepared:
+        for _ in range(STEPS):
+            model(torch.ones(1, 4, dtype=torch.long, device=lab.device)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert prepared.recipe.weights == "resident"
+        assert prepared.activations is not None
+    assert len(measured) == 1
+    lives = [weakref.ref(one) for one in (model, model.layers[0], model.head.weight, optimizer, prepared)]
+    gc.collect()
+    gc.disable()
+    try:
+        del model, optimizer, prepared
+        assert [one() for one in lives] == [None] * len(lives)
+    finally:
+        gc.enable()
 
 
 def test_nothing_fits() -> None:
