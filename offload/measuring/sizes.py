@@ -96,7 +96,8 @@ class CostsBySize:
         """The regions that were learned last, with the bytes that they have with these inputs."""
         kind, samples = next(reversed(self._learned.items()))
         known, regions = next(reversed(samples.items()))
-        return self._grown(kind, regions, self.size_of(known), self.size_of(inputs))
+        grown = self._grown(kind, regions, self.size_of(known), self.size_of(inputs))
+        return [_with_bytes(*layer) for layer in zip(regions, grown, strict=True)]
 
     def add(self, inputs: Inputs, profile: Profile, missing_bytes: int, new_gradients: Sequence[int]) -> None:
         """What was timed with these inputs; the microbatch has made so many bytes of gradients for each layer."""
@@ -147,27 +148,24 @@ class CostsBySize:
         grown = self._grown(last.kind, [layer.regions for layer in last.profile.layers], then, size)
         elements_each = [one.inputs.elements for one in self._timed]
         layers = []
-        for number, regions in enumerate(grown):
+        for number, grown_bytes in enumerate(grown):
             timed = [one.like(last, number) for one in self._timed]
             # With a byte for each element, for layers without regions.
             sizes = [_bytes_of(one.regions) + elements for one, elements in zip(timed, elements_each, strict=True)]
-            found = {name: _on_line(sizes, timed, _bytes_of(regions) + size[()], name) for name in OF_LAYERS}
+            found = {name: _on_line(sizes, timed, sum(grown_bytes) + size[()], name) for name in OF_LAYERS}
             longer = found["forward_s"] / timed[-1].forward_s if timed[-1].forward_s > 0 else size[()] / then[()]
-            slower = [replace(region, seconds=longer * region.seconds) for region in regions]
+            slower = _with_bytes(timed[-1].regions, grown_bytes, longer)
             layers.append(LayerProfile.from_regions(slower, host=timed[-1].host, **found))
         values: dict[str, Any] = {name: _on_line(elements_each, profiles, size[()], name) for name in BESIDE_LAYERS}
         missing_bytes = _on_line(elements_each, self._timed, size[()], "missing_bytes") + self._more_bytes * size[()]
         return Profile(tuple(layers), **values), math.ceil(missing_bytes)
 
-    def _grown(self, kind: RegionNames, regions: Regions, then: Size, now: Size) -> list[list[RegionProfile]]:
-        """The regions of inputs of one size as they are with inputs of another."""
+    def _grown(self, kind: RegionNames, regions: Regions, then: Size, now: Size) -> list[list[int]]:
+        """The bytes that the regions of inputs of one size have with inputs of another."""
         elsewhere = now[()] / then[()]  # of inputs with another number of sides
         ratios = {one: now[one] / then[one] if one in now and one in then else elsewhere for one in {**then, **now}}
         return [
-            [
-                replace(one, nbytes=round(ratios.get(power, elsewhere) * one.nbytes))
-                for one, power in zip(*pair, strict=True)
-            ]
+            [round(ratios.get(power, elsewhere) * one.nbytes) for one, power in zip(*pair, strict=True)]
             for pair in zip(regions, self._powers[kind], strict=True)
         ]
 
@@ -208,6 +206,12 @@ def is_within(one: Size, other: Size) -> bool:
 
 def _names_in(regions: Regions) -> RegionNames:
     return tuple(tuple(region.name for region in layer) for layer in regions)
+
+
+def _with_bytes(regions: Sequence[RegionProfile], nbytes: Sequence[int], longer: float = 1.0) -> list[RegionProfile]:
+    """Regions with other bytes, which take so many times as long."""
+    pairs = zip(regions, nbytes, strict=True)
+    return [replace(one, nbytes=each, seconds=longer * one.seconds) for one, each in pairs]
 
 
 def _bytes_of(regions: Sequence[RegionProfile]) -> int:

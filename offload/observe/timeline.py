@@ -60,7 +60,8 @@ def merged(spans: Iterable[Span], gap_s: Callable[[Span], float]) -> Iterator[Sp
     last: Span | None = None
     for span in spans:
         if last and (last.kind, last.layer) == (span.kind, span.layer) and span.start_s - last.end_s <= gap_s(span):
-            last = replace(last, end_s=max(last.end_s, span.end_s), nbytes=last.nbytes + span.nbytes)
+            end_s, nbytes = max(last.end_s, span.end_s), last.nbytes + span.nbytes
+            last = Span(last.lane, last.kind, last.start_s, end_s, last.label, last.layer, nbytes)
             continue
         if last:
             yield last

@@ -129,6 +129,8 @@ class LayerProfile:
             check_number("seconds of a region", region.seconds)
             check_number("nbytes of a region", region.nbytes)
             first, other, reads = region.another_of, region.only_with, region.reads
+            if all(one is None or 0 <= one < number for one in (first, other, *reads)):
+                continue  # without the texts
             for named, must in (
                 ((first,), f"be another result of an operation whose first is before it, got another_of = {first}"),
                 ((other,), f"be kept with a region before it, got only_with = {other}"),
