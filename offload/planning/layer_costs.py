@@ -188,11 +188,6 @@ def ends_of(regions: tuple[RegionProfile, ...]) -> list[RegionCosts]:
     return [nothing, everything] if nothing.kept_bytes < everything.kept_bytes else [everything]
 
 
-def gain(before: RegionCosts, after: RegionCosts) -> float:
-    """Seconds saved per byte kept."""
-    return (before.recompute_s - after.recompute_s) / max(1, after.kept_bytes - before.kept_bytes)
-
-
 # Layers.
 
 

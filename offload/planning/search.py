@@ -28,7 +28,6 @@ from offload.planning.layer_costs import (
     LayerCosts,
     RegionCosts,
     ends_of,
-    gain,
     layer_costs,
     peak_bytes,
     peaks_of,
@@ -101,7 +100,9 @@ def _convex(ways: Sequence[RegionCosts]) -> Iterator[tuple[float, int]]:
     """The ways on the convex hull above the first, each behind the seconds per byte saved since the one before."""
     way, last = 0, len(ways) - 1
     while way < last:
-        gained, way = max((gain(ways[way], ways[number]), number) for number in range(way + 1, last + 1))
+        now = ways[way]
+        more = [(one.recompute_s - now.recompute_s, one.kept_bytes - now.kept_bytes) for one in ways[way + 1 :]]
+        gained, way = max((-seconds / max(1, nbytes), number) for number, (seconds, nbytes) in enumerate(more, way + 1))
         yield gained, way
 
 
@@ -190,8 +191,8 @@ class Search:
         kept = self.scored(Choice(0, self._kept_at[-1]))
         if kept is not None:
             return kept
-        if self._is_small:
-            return min(filter(None, map(self.scored, self._every())), default=None)
+        if self._every:
+            return min(filter(None, map(self.scored, self._every)), default=None)
         fastest = self._on_grid() or [*filter(None, [self.scored(self.least_peak[1])])]
         if not fastest or fastest[0][0].step_s <= self.profile.compute_s * (1 + ROUNDING):
             return next(iter(fastest), None)  # nothing fits, or nothing is recomputed or waited for
@@ -200,8 +201,8 @@ class Search:
     @cached_property
     def least_peak(self) -> tuple[int, Choice]:
         """The least peak that is known, and the choice that has it; of a small model the least of all."""
-        if self._is_small:
-            every = ((one, self.costs(one)) for one in self._every())
+        if self._every:
+            every = ((one, self.costs(one)) for one in self._every)
             fitting = ((one, costs) for one, costs in every if _host_bytes(costs) <= self.most_host_bytes)
             return min((peak_bytes(of, one.num_layers, self.profile.loss_bytes), one) for one, of in fitting)
 
@@ -227,14 +228,12 @@ class Search:
             )
         return found
 
-    @property
-    def _is_small(self) -> bool:
-        """Whether there are so few choices that all of them are tried."""
-        return len(self.counts) * math.prod(map(len, self.ways)) <= FEW
-
-    def _every(self) -> Iterator[Choice]:
-        every = product(self.counts, product(*(range(len(ways)) for ways in self.ways)))
-        return (Choice(*one) for one in every)
+    @cached_property
+    def _every(self) -> list[Choice]:
+        """All choices of a small model, which has so few that all of them are tried; none of other models."""
+        if len(self.counts) * math.prod(map(len, self.ways)) > FEW:
+            return []
+        return [Choice(*one) for one in product(self.counts, product(*(range(len(ways)) for ways in self.ways)))]
 
     def _sums(self, layers: Sequence[Sequence[LayerCosts]], ways: tuple[int, ...]) -> Sums:
         """What is summed up of the layers under these ways, all of which are offloaded, or none."""
