@@ -41,7 +41,8 @@ FEW = 2000  # so many choices of a small model are all tried
 POSITIONS = 64  # about so many positions of offloaded layers are tried on the grid
 COUNTS = 16  # so many numbers of offloaded layers are tried at most; of deeper models each second one, or third
 SWEPT = 1000  # about so many policies of single layers are tried at most in the choices that were found
-SWEEPS = 3  # how often each of those layers is tried with each other policy
+SWEEPS = 3  # how often each of those layers is tried with other policies
+FARTHEST = 6  # so many policies away from its own, of those of its kind
 BUT_SECONDS = attrgetter("name", "nbytes", "reads", "saved", "recomputable", "another_of", "only_with")
 CLOSE = 0.02  # by what part of it a step may be longer than the shortest whose single layers are given other policies
 ROUNDING = 1e-8  # by what part of it two steps may differ that are as long as each other
@@ -304,13 +305,13 @@ class Search:
         def fits(position: int) -> bool:
             return peak(kept_at(position)) <= self.most_bytes
 
-        # Position 0 may be above others: recomputing all of a layer can need more for a moment than keeping some. But
-        # nothing is found below the least peak that is known, which an error names.
         position = highest
         if not fits(highest):
-            least = bisect_left(range(highest), True, key=is_fast)
-            if not fits(least) and (fits(0) or self.least_peak[0] > self.most_bytes):
+            # Position 0 may be above others: recomputing all of a layer can need more for a moment than keeping some.
+            # But nothing is found below the least peak that is known, which an error names.
+            if self.least_peak[0] > self.most_bytes and not fits(0):
                 return None
+            least = bisect_left(range(highest), True, key=is_fast)
             position = bisect_left(range(highest), True, least, key=lambda one: not fits(one)) - 1
             if position < least:
                 return None
@@ -350,7 +351,11 @@ class Search:
             unchanged += 1
             for way, peak, host, least_s in others(number):
                 fits = peak <= self.most_bytes and host <= self.most_host_bytes
-                if fits and least_s <= best[0].step_s * (1 + ROUNDING) and way != seen[1].ways[number]:
+                if (
+                    fits
+                    and least_s <= best[0].step_s * (1 + ROUNDING)
+                    and 0 < abs(way - seen[1].ways[number]) <= FARTHEST
+                ):
                     tried = seen[1].with_way(number, way)
                     best = min(best, self._found(tried, self.costs(tried), host, peak))
         return best
