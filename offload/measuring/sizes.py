@@ -70,7 +70,7 @@ class Timed(NamedTuple):
     def like(self, other: Timed, number: int) -> LayerProfile:
         """A layer, as if the microbatch had begun with as many gradients as another one that was timed."""
         layer, more_bytes = self.profile.layers[number], other.gradients[number] - self.gradients[number]
-        return replace(layer, workspace_bytes=max(0, layer.workspace_bytes + more_bytes))
+        return replace(layer, workspace_bytes=max(0, layer.workspace_bytes + more_bytes)) if more_bytes else layer
 
 
 class CostsBySize:
