@@ -28,7 +28,7 @@ from offload.base.tensors import tensors_in
 from offload.device.backend import Event
 from offload.device.cuda import CaptureError
 from offload.measuring.compare_plans import ComparePlans
-from offload.measuring.layer_times import ForwardBegins, LayerTimes, count_inputs
+from offload.measuring.layer_times import ForwardBegins, LayerTimes, count_inputs, warn_if_checkpointed
 from offload.measuring.measure_link import measure_link
 from offload.measuring.memory_left import TOLERANCE, DeviceLeft, GivenMemory, MemoryLeft, allocated_bytes
 from offload.measuring.profile_layers import (
@@ -171,8 +171,7 @@ class FollowPlan(HookedLayers):
     def _time(self) -> None:
         """Time the layers in the microbatch that begins, with everything recomputed."""
         if not self.measures:
-            line = "inputs of %s are larger than what is known: this microbatch is measured, too"
-            _logger.info(line, " x ".join(map(str, self._inputs.sides)))
+            _logger.info("inputs of %s are larger than what is known: measured, too", self._inputs.sides)
             self.plan, self._plans, self._proves = None, {}, True
             for one in self._policies:
                 one.measure_again()
@@ -188,6 +187,8 @@ class FollowPlan(HookedLayers):
         self._times.start(self._peak)
 
     def _begin_forward(self, number: int, call: LayerCall, inputs: object) -> None:
+        if self._stage == "learning" and not self._said and not any(one.learned for one in self._policies):
+            self._said = warn_if_checkpointed(call, self.names)  # else layers run again in backward by their policies
         if self.context.begins_round(number) and not self.context.has_nothing_to_do():
             self._times.awaits_end = True
             self.begin_microbatch(list(tensors_in(inputs)))
@@ -311,8 +312,7 @@ class FollowPlan(HookedLayers):
             return
         smaller = self.plan is not largest
         if smaller and over > 0:
-            line = "a plan for smaller inputs needed %s: that for the largest ones is followed"
-            _logger.info(line, format_bytes(self._peak_bytes))
+            _logger.info("a plan for smaller inputs needed %s: it is given up", format_bytes(self._peak_bytes))
             self._plans = {key: largest if one is self.plan else one for key, one in self._plans.items()}
         elif over > 0 and self._corrections_left:
             self._corrections_left -= 1

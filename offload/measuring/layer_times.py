@@ -20,9 +20,17 @@ from typing import Any, Literal, get_args
 import torch
 
 from offload.activations.what_moves import Rules, offloaded_parts
+from offload.base.checks import warn_caller
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, compute_device, is_sharded
 from offload.base.tensors import plain_memory, tensors_in
-from offload.base.torch_private import address_of, before_backward, has_gradient_hooks, when_backward_ends
+from offload.base.torch_private import (
+    address_of,
+    before_backward,
+    has_gradient_hooks,
+    in_backward,
+    in_checkpoint,
+    when_backward_ends,
+)
 from offload.device.backend import Backend, Event
 from offload.observe.memory import MemoryPeak
 from offload.planning.layer_costs import Peaks
@@ -277,6 +285,18 @@ class ForwardBegins(LayerListener):
 
     def begin_forward(self, call: LayerCall, inputs: object) -> None:
         self._tell(call, inputs)
+
+
+def warn_if_checkpointed(call: LayerCall, names: str) -> bool:
+    """Say that a layer runs in a checkpoint of the program, in forward or in backward; whether it does."""
+    if call.in_checkpoint or not (in_checkpoint() or (in_backward() and torch.is_grad_enabled())):
+        return False
+    warn_caller(
+        "layers must run without torch.utils.checkpoint around them, which decides itself what is saved: "
+        f"{names} cannot be measured, and memory_budget does nothing. Leave the checkpoint out: what does not fit is "
+        "recomputed by the plan."
+    )
+    return True
 
 
 class MeasuredLayer(LayerListener):

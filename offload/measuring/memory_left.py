@@ -15,6 +15,7 @@ from offload.base.checks import format_bytes, warn_caller
 from offload.optimizer.chunks import NUM_SLOTS
 from offload.optimizer.proof import prove, with_groups
 from offload.optimizer.state import REMAINDER_BYTES, local
+from offload.optimizer.stream import check_can_be_streamed
 from offload.planning.profile import Link
 from offload.planning.recipes import TrainingBytes
 
@@ -182,6 +183,7 @@ def training_bytes(
     master_weights: bool = False,
 ) -> TrainingBytes:
     """What a model's training holds beside activations; of sharded parameters, this rank's part counts."""
+    check_can_be_streamed(optimizer)
     layouts = prove(optimizer, state_dtype).layouts
     parts: dict[Any, torch.Tensor] = {one: local(one).requires_grad_(one.requires_grad) for one in model.parameters()}
     state: dict[Any, int] = {}

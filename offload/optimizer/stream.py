@@ -285,7 +285,7 @@ def stream_optimizer(
         raise ValueError("consume_gradients must be False without in_backward=True, got True; pass both.")
     if overlap_forward and in_backward:
         raise ValueError("overlap_forward must be False with in_backward=True, got True; pass one of them.")
-    device = _check_optimizer(optimizer)
+    device = _step_device(optimizer)
     parameters = [parameter for _, parameter in with_groups(optimizer)]
     for holder in holders_of(parameters) if in_backward else ():
         holder.check_steps(parameters)
@@ -330,14 +330,19 @@ def check_float32(state_dtype: torch.dtype | None, *, master_weights: bool) -> N
         raise ValueError("master_weights must be False without state_dtype=torch.float32, got True; pass both.")
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer) -> torch.device:
-    """The device of the parameters, if they can be streamed."""
+def check_can_be_streamed(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if no state of the optimizer can be streamed, wherever its parameters are."""
     name = type(optimizer).__name__
     if optimizer in _streamed:
         raise ValueError(f"optimizer must not be streamed yet, but this {name} is; remove() its handle first.")
-    parameters = [parameter for _, parameter in with_groups(optimizer)]
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError(f"optimizer must not be differentiable, but this {name} is; build it without the option.")
+
+
+def _step_device(optimizer: torch.optim.Optimizer) -> torch.device:
+    """The device of the parameters, if they can be streamed."""
+    check_can_be_streamed(optimizer)
+    parameters = [parameter for _, parameter in with_groups(optimizer)]
     # A parameter is stepped where it is, or, if its weights are streamed, where they are streamed to.
     devices = list(dict.fromkeys((holder_of(parameter) or parameter).device for parameter in parameters))
     if len(devices) != 1:

@@ -859,6 +859,28 @@ def test_bad_budgets(lab: Lab) -> None:
     assert step_gradients(layers, build("decoder", LAYERS, lab.device)[1])
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_layers_in_a_checkpoint_of_the_program_are_said_not_to_be_measured(reentrant: bool, lab: Lab) -> None:
+    layers, x = build("mlp", LAYERS, lab.device)
+
+    def step() -> list[torch.Tensor]:
+        def run() -> None:
+            y = x
+            for layer in layers:
+                y = checkpoint(layer, y, use_reentrant=reentrant)
+            y.square().mean().backward()
+
+        return gradients(leaves_of(layers, x), run)
+
+    expected = step()
+    with budgeted(layers, lab, "1GiB") as handle:
+        with pytest.warns(UserWarning, match=r"layers must run without torch\.utils\.checkpoint around them") as told:
+            found = [step() for _ in range(3)]
+        assert_same(3 * expected, [one for each in found for one in each])
+        assert handle.state == "measuring"
+    assert len(told) == 1
+
+
 def test_gradients_of_earlier_microbatches_count(lab: Lab) -> None:
     """A step of two microbatches holds the gradients of the first one while the second one runs forward."""
     layers, x = build("mlp", LAYERS, lab.device)

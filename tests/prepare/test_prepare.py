@@ -364,6 +364,12 @@ def test_refuses_what_is_no_training() -> None:
         offload.prepare(model, adamw(model), "1GiB", master_weights=True)
     with pytest.raises(TypeError, match=r"got LBFGS, .*; leave the optimizer as it is, and call offload_layers\("):
         offload.prepare(model, torch.optim.LBFGS(model.parameters()), "1GiB")
+    differentiable = torch.optim.AdamW(model.parameters(), differentiable=True)
+    with pytest.raises(ValueError, match="optimizer must not be differentiable, but this AdamW is"):
+        offload.prepare(model, differentiable, "1GiB")
+    error = pytest.raises(ValueError, match="optimizer must not be streamed yet, but this AdamW is; remove")
+    with offload.stream_optimizer(adam := adamw(model)), error:
+        offload.prepare(model, adam, "1GiB")
     with pytest.raises(ValueError, match="layers must be the name of one list of modules"):
         offload.prepare(model, adamw(model), "1GiB", layers="blocks")
 
