@@ -113,9 +113,8 @@ class FollowPlan(HookedLayers):
         self._new_gradients: list[int] = []  # bytes of each layer's gradients that the timed microbatch allocates
         self._planned: Size = {}  # of inputs that the plan is for
         self._plans: dict[Hashable, Plan] = {}  # by the sizes of inputs: for the planned size, and for smaller ones
+        # The most in the last microbatch above what there was when its step began, and gradients then, if they count.
         self._peak_bytes = self._gradient_bytes = 0
-        """The most device memory in the last microbatch, above what there was when its step began; and the gradients
-        that there were then, where they count to the budget."""
         self._before = 1, 0  # elements of the largest timed inputs, and what was saved before the first layer
         self._learning = 0, 0  # the most in the layers of a microbatch that learned, and the elements of its inputs
         self._planned_gradients = 0  # those that a microbatch is planned to begin with: the most so far
@@ -392,7 +391,9 @@ class FollowPlan(HookedLayers):
     def plan_again(self) -> None:
         """Plan for what is left now, if there is a plan already."""
         if self.largest_plan is not None:
+            self._peak_bytes -= self._budget  # by so much the last microbatch broke what was left for it
             self._ask_what_is_left()
+            self._peak_bytes += self._budget
             self._plan_for(self._planned)
 
     def _plan_for(self, size: Size) -> None:

@@ -40,7 +40,7 @@ class BrokenBudget:
 
         ``asked`` tells with which ``memory_budget`` a step may need so many bytes.
         """
-        if self.over_bytes > self.told_bytes + TOLERANCE * budget:
+        if self.over_bytes > self.told_bytes + TOLERANCE * asked(budget):
             self.told_bytes = self.over_bytes
             given, needed = (format_bytes(asked(round(one))) for one in (budget, budget + self.told_bytes))
             warn_caller(

@@ -335,6 +335,29 @@ def test_once_removed_and_deleted_nothing_waits_for_the_collector(lab: Lab, monk
         gc.enable()
 
 
+def test_a_change_of_recipes_does_not_hold_what_was_needed_before_against_the_new_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The step's last microbatch has the memory of state on the host, which is on the device after the step."""
+    monkeypatch.setattr(PREPARE, "RECIPES", (RESIDENT, STREAMED))
+    monkeypatch.setattr(PREPARE, "_first_of", chosen(STREAMED))
+    model = Model()
+    optimizer = adamw(model)
+    tokens = torch.ones(1, 256, dtype=torch.long)
+    with offload.memory_meter("cpu") as meter:
+        for _ in range(2):
+            model(tokens).backward()
+    optimizer.zero_grad()
+    budget = 3 * weight_bytes() + meter.peak_bytes - (2 << 20)  # less than a step needs that keeps everything
+    with offload.prepare(model, optimizer, budget, device="cpu", min_bytes=0) as prepared:  # a warning is an error
+        for _ in range(4):
+            for _ in range(3):  # two are measured, and the third keeps everything
+                model(tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert prepared.recipe == RESIDENT
+
+
 def test_nothing_fits() -> None:
     model = Model()
     before = [parameter.data_ptr() for parameter in model.parameters()]
