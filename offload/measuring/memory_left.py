@@ -186,6 +186,12 @@ def training_bytes(
     check_can_be_streamed(optimizer)
     layouts = prove(optimizer, state_dtype).layouts
     parts: dict[Any, torch.Tensor] = {one: local(one).requires_grad_(one.requires_grad) for one in model.parameters()}
+    for number, layer in enumerate(layers):
+        if not parts.keys() >= {*layer.parameters()}:
+            raise ValueError(
+                f"layers must be parts of the model, but layer {number} ({type(layer).__name__}) has parameters that "
+                f"are none of {type(model).__name__}'s; take the layers from this model."
+            )
     state: dict[Any, int] = {}
     for _, parameter in with_groups(optimizer):
         sizes = [dtype.itemsize for dtype in layouts.get(parameter, {}).values()]

@@ -244,7 +244,7 @@ class TrainingPlan:
     def __str__(self) -> str:
         head = f"{'weights':<10}{'gradients':<11}{'optimizer':<11}{'state on device':>16}{'on host':>12}"
         lines = [f"{head}{'step':>10}{'device':>12}{'host':>12}"]
-        best = self.chosen if self.in_place or self.fits else None
+        best = self.chosen if self.in_place or any(one.plan for one in self.recipes) else None  # else none is timed
         for one in self.recipes:
             step = format_s(one.step_s) if one.plan is not None else "-"
             here, there, device, host = map(format_bytes, (*one.state_bytes, one.device_bytes, one.host_bytes))

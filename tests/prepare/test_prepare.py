@@ -318,10 +318,12 @@ def test_once_removed_and_deleted_nothing_waits_for_the_collector(lab: Lab, monk
     model = Model()
     optimizer = adamw(model)
     with offload.prepare(model, optimizer, 1 << 30, device=lab.device, min_bytes=0) as prepared:
+        assert "chosen" not in str(prepared.plan)
         for _ in range(STEPS):
             model(torch.ones(1, 4, dtype=torch.long, device=lab.device)).backward()
             optimizer.step()
             optimizer.zero_grad()
+        assert "chosen" in str(prepared.plan)
         assert prepared.recipe.weights == "resident"
         assert prepared.activations is not None
     assert len(measured) == 1
@@ -393,6 +395,8 @@ def test_refuses_what_is_no_training() -> None:
     error = pytest.raises(ValueError, match="optimizer must not be streamed yet, but this AdamW is; remove")
     with offload.stream_optimizer(adam := adamw(model)), error:
         offload.prepare(model, adam, "1GiB")
+    with pytest.raises(ValueError, match=r"layers must be parts of the model, but layer 0 \(Linear\) has parameters"):
+        offload.prepare(model, adamw(model), "1GiB", layers=[other])
     with pytest.raises(ValueError, match="layers must be the name of one list of modules"):
         offload.prepare(model, adamw(model), "1GiB", layers="blocks")
 
