@@ -218,7 +218,8 @@ class LayerTimes(Attachment):
         def compare(leaf: torch.Tensor, total: Sequence[torch.Tensor | None]) -> None:
             # Autograd adds later gradients to the first one. A leaf's hook may give other memory for the sum.
             elsewhere = len(given[leaf]) == 1 and _memory_of(total[0]) not in (0, *given[leaf])
-            if elsewhere and not has_gradient_hooks(leaf, accumulated=False):
+            # That of an earlier microbatch is as large, and nobody has counted it.
+            if elsewhere and leaf.grad is None and not has_gradient_hooks(leaf, accumulated=False):
                 self.early.append(leaf)
 
         while waiting:

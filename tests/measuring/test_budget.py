@@ -190,24 +190,26 @@ def test_what_does_not_grow_with_the_inputs_is_not_scaled(shapes: tuple[tuple[in
         assert peaks[-1] == free_bytes
 
 
-@pytest.mark.parametrize("accumulated", [False, True])
-def test_a_gradient_that_embedding_and_head_share_counts_once(accumulated: bool, lab: Lab) -> None:
-    """The head's is there during the layers' backward, which is measured: nothing was saved before the layers."""
+@pytest.mark.parametrize(("microbatches", "share"), [(1, 1.04), (3, 0.95)])
+def test_a_gradient_that_embedding_and_head_share_counts_once(microbatches: int, share: float, lab: Lab) -> None:
+    """The head's is there during the layers' backward, which is measured; beside that of earlier microbatches."""
     layers, _ = build("decoder", LAYERS, lab.device)
-    embedding = nn.Embedding(2048, WIDTH)
+    embedding = nn.Embedding(8192, WIDTH)
     ids = torch.arange(512).view(4, 128)
 
     def step() -> int:
         for one in (embedding, layers):
-            one.zero_grad(set_to_none=not accumulated)
+            one.zero_grad()
         with offload.memory_meter(lab.device) as meter:
-            (through(layers, embedding(ids))[:, :8] @ embedding.weight.T).square().mean().backward()
+            for _ in range(microbatches):
+                (through(layers, embedding(ids))[:, :8] @ embedding.weight.T).square().mean().backward()
         return meter.peak_bytes
 
-    step()
-    free_bytes = step()
-    with budgeted(layers, lab, round(1.04 * free_bytes)):  # a gradient is as much
-        assert [step() for _ in range(5)][-1] == free_bytes
+    free_bytes = max(step() for _ in range(2))
+    budget = round(share * free_bytes)
+    with budgeted(layers, lab, budget):
+        last_bytes = [step() for _ in range(5)][-1]
+    assert last_bytes == free_bytes if microbatches == 1 else last_bytes <= budget
 
 
 def test_what_is_saved_before_the_first_layer_counts_until_it_is_freed(lab: Lab) -> None:
