@@ -6,7 +6,7 @@
 "use strict";
 
 globalThis.offloadPlanner = (() => {
-  const FEW = 2000, STEPS = 4, COUNTS = 16, SWEPT = 96, SWEEPS = 3, ROUNDING = 1e-8; // search.py
+  const FEW = 2000, POSITIONS = 64, COUNTS = 16, SWEPT = 1000, SWEEPS = 3, FARTHEST = 6, CLOSE = 0.02, ROUNDING = 1e-8; // search.py
   const FREE = 1e-3, GIB = 2 ** 30; // plan.py
 
   const range = (end) => Array.from({ length: end }, (_, index) => index);
@@ -75,16 +75,30 @@ globalThis.offloadPlanner = (() => {
   const gain = (before, after) =>
     (before.recompute_s - after.recompute_s) / Math.max(1, after.kept_bytes - before.kept_bytes);
 
+  /** Of the operations that make dropped results, the results of that which saves the most seconds per byte if kept. */
+  function nextKept(regions, { dropped, rerun }) {
+    // That saves the operations that run again for these results alone; -1 stands for several.
+    const operation = (number) => operationOf(regions, number), operations = new Set([...rerun].map(operation));
+    const readers = regions.map(() => []), results = new Map(), neededBy = new Map(), saved_s = new Map();
+    regions.forEach(({ reads }, number) => reads.forEach((read) => readers[read].push(number)));
+    for (const number of [...rerun].sort((a, b) => b - a)) {
+      const first = operation(number), needing = readers[number].map(operation).filter((one) => operations.has(one));
+      if (dropped.has(number)) results.set(first, [...(results.get(first) ?? []), number]);
+      for (const one of dropped.has(number) ? [first] : needing.map((reader) => neededBy.get(reader) ?? -1)) {
+        neededBy.set(first, (neededBy.get(first) ?? one) === one ? one : -1);
+      }
+    }
+    for (const [first, one] of neededBy) saved_s.set(one, (saved_s.get(one) ?? 0) + regions[first].seconds);
+    const gained = (first) => (saved_s.get(first) ?? 0) / Math.max(1, sum(results.get(first).map((one) => regions[one].nbytes)));
+    const ranked = [...results.keys()].sort((a, b) => gained(b) - gained(a) || a - b); // of equally good ones the first
+    return results.get(ranked[0]);
+  }
+
   function waysOf(regions) {
     const everything = regionCosts(regions, savedOf(regions)), found = [regionCosts(regions, new Set())], ways = [];
     while (last(found).recompute_s > 0) {
-      const before = last(found), results = new Map();
-      for (const number of [...before.dropped].sort((a, b) => a - b)) {
-        const first = operationOf(regions, number);
-        results.set(first, [...(results.get(first) ?? []), number]);
-      }
-      const more = [...results.values()].map((made) => regionCosts(regions, new Set([...before.kept, ...made])));
-      found.push(more.reduce((best, one) => (gain(before, one) > gain(before, best) ? one : best)));
+      const { kept } = last(found);
+      found.push(regionCosts(regions, new Set([...kept, ...nextKept(regions, last(found))])));
     }
     found.push(everything);
     found.sort((a, b) => a.kept_bytes - b.kept_bytes || a.recompute_s - b.recompute_s);
@@ -220,6 +234,19 @@ globalThis.offloadPlanner = (() => {
     return at < 0 ? 0 : a[at] - b[at];
   }
   const least = (found) => found.reduce((best, one) => (one && (!best || compare(one, best) < 0) ? one : best), null);
+  function bisectLeft(low, high, isTrue) { // of the numbers from low up to high, the first for which it is true
+    while (low < high) {
+      const middle = Math.floor((low + high) / 2);
+      if (isTrue(middle)) high = middle;
+      else low = middle + 1;
+    }
+    return low;
+  }
+  function evenly(count) { // evenly.py
+    const bits = count > 1 ? Math.ceil(Math.log2(count)) : 0, text = (number) => number.toString(2).padStart(bits, "0");
+    const reverse = range(2 ** bits).map((number) => parseInt([...text(number)].reverse().join(""), 2));
+    return reverse.filter((number) => number < count);
+  }
   const withWay = ({ k, ways }, number, way) => ({ k, ways: ways.map((one, at) => (at === number ? way : one)) });
 
   class Search {
@@ -265,7 +292,8 @@ globalThis.offloadPlanner = (() => {
       const { loss_s, other_s } = this.profile, peak = this.peakBytes(choice), host = this.hostBytes(choice);
       if (peak > this.mostBytes || host > this.mostHostBytes) return null;
       const step_s = timesOf(this.costs(choice), choice.k, loss_s).end + other_s;
-      return { ...choice, score: [Number(step_s.toExponential(8)), host, peak] };
+      const recompute_s = fsum(this.costs(choice).map((one) => one.recompute_s));
+      return { ...choice, score: [step_s, recompute_s].map((one) => Number(one.toExponential(8))).concat(host, peak) };
     }
 
     best() {
@@ -278,7 +306,8 @@ globalThis.offloadPlanner = (() => {
       if (!fastest.length) fastest = [this.scored(this.leastPeak())].filter(Boolean);
       const compute_s = fsum(range(count).map(() => forward_s + backward_s)) + profile.loss_s + profile.other_s;
       if (!fastest.length || fastest[0].score[0] <= compute_s * (1 + ROUNDING)) return fastest[0] ?? null;
-      return least(fastest.slice(0, Math.max(1, Math.floor(SWEPT / count))).map((one) => this.swept(one)));
+      const most = Math.max(2, Math.floor(SWEPT / (count * this.ways.length)));
+      return least(fastest.slice(0, most).map((one) => this.swept(one)));
     }
 
     isSmall() {
@@ -307,14 +336,29 @@ globalThis.offloadPlanner = (() => {
       return { k, ways: range(count).map((number) => level(number < k ? offloaded : kept, above(number) ? 1 : 0)) };
     }
 
+    /** The seconds of compute before each layer and of all if these layers are offloaded, or not: summed up in order. */
+    computed(ways, offloads) {
+      const found = [0];
+      for (const way of ways) {
+        const { forward_s, backward_s } = this.table[offloads ? 1 : 0][way];
+        found.push(last(found) + (forward_s + backward_s));
+      }
+      return found;
+    }
+
     onGrid() {
       const { count, highest } = this, stride = 1 + Math.floor((count - 1) / COUNTS), found = new Map();
-      const step = Math.max(1, Math.floor(count / STEPS)), positions = range(Math.floor(highest / step) + 1);
+      const step = Math.max(1, Math.floor((highest + 1) / POSITIONS)), positions = evenly(Math.floor(highest / step) + 1);
       const best = () => least([...found.values()]);
       const look = (k) => {
-        for (const position of k ? positions : [0]) {
-          const one = this.mostKept(k, position * step, best()?.score[0] ?? Infinity);
-          if (one) found.set(k, least([found.get(k), one]));
+        const seen = new Set();
+        for (const position of positions) {
+          const { ways } = this.at(count, position * step, 0), key = ways.slice(0, k).join();
+          if (seen.has(key)) continue;
+          seen.add(key);
+          const known = found.get(k), close_s = (1 + CLOSE) * (best()?.score[0] ?? Infinity);
+          const one = this.mostKept(k, ways, Math.min(close_s, known?.score[0] ?? Infinity) * (1 + ROUNDING));
+          if (one) found.set(k, least([known, one]));
         }
       };
       for (let k = 0; k < count; k += stride) look(k);
@@ -323,37 +367,33 @@ globalThis.offloadPlanner = (() => {
       return [...found.values()].sort(compare);
     }
 
-    mostKept(k, offloaded, fastest_s) {
-      const at = (kept) => this.at(k, offloaded, kept), fits = (kept) => this.peakBytes(at(kept)) <= this.mostBytes;
-      const most = at(this.highest);
-      if (!this.mayBeFaster(most, fastest_s) || this.hostBytes(most) > this.mostHostBytes) return null;
-      if (fits(this.highest)) return this.scored(most);
-      if (!fits(0) && !(this.leastFits ??= this.scored(this.leastPeak()) !== null)) return null;
-      let low = 0, high = this.highest; // bisect_left
-      while (low < high) {
-        const middle = Math.floor((low + high) / 2);
-        if (fits(middle)) low = middle + 1;
-        else high = middle;
-      }
-      return low ? this.scored(at(low - 1)) : null;
-    }
-
-    mayBeFaster(choice, fastest_s) {
-      const costs = this.costs(choice), { loss_s, other_s } = this.profile;
-      const compute_s = fsum(costs.map((one) => one.forward_s + one.backward_s));
-      const copies_s = fsum(costs.map((one) => one.offload_s + one.reload_s));
-      return Math.max(compute_s + loss_s, copies_s) + other_s <= fastest_s * (1 + ROUNDING);
+    mostKept(k, offloaded, most_s) {
+      const { highest, profile } = this, left_s = most_s - (profile.loss_s + profile.other_s) - this.computed(offloaded, true)[k];
+      const at = (kept) => ({ k, ways: [...offloaded.slice(0, k), ...this.at(0, 0, kept).ways.slice(k)] });
+      const fits = (kept) => this.peakBytes(at(kept)) <= this.mostBytes;
+      const isFast = (kept) => {
+        const compute_s = this.computed(this.at(0, 0, kept).ways, false);
+        return last(compute_s) - compute_s[k] <= left_s;
+      };
+      if (this.hostBytes({ k, ways: at(highest).ways }) > this.mostHostBytes || !isFast(highest)) return null;
+      if (fits(highest)) return this.scored(at(highest));
+      if (!fits(0) && !(this.leastFits ??= this.leastPeak().score[0] <= this.mostBytes)) return null;
+      const first = bisectLeft(0, highest, isFast), position = bisectLeft(first, highest, (kept) => !fits(kept)) - 1;
+      return position < first ? null : this.scored(at(position));
     }
 
     swept(found) {
-      for (let sweep = 0, before = null; sweep < SWEEPS && found !== before; sweep++) {
-        before = found;
-        for (const number of range(this.count).reverse()) {
-          for (const way of range(this.ways.length)) {
-            const tried = withWay(found, number, way);
-            if (way !== found.ways[number] && this.mayBeFaster(tried, found.score[0])) found = least([found, this.scored(tried)]);
-          }
+      const { count, profile } = this, numbers = range(count).reverse();
+      for (let tried = 0, unchanged = 0; tried < SWEEPS * count && unchanged < count; tried++) {
+        const number = numbers[tried % count], seen = found, costs = this.costs(seen);
+        const compute_s = costs.reduce((sum_s, one) => sum_s + (one.forward_s + one.backward_s), 0);
+        const rest_s = compute_s - costs[number].backward_s + (profile.loss_s + profile.other_s);
+        for (const way of range(this.ways.length)) {
+          const apart = Math.abs(way - seen.ways[number]), { backward_s } = this.table[number < seen.k ? 1 : 0][way];
+          if (rest_s + backward_s > found.score[0] * (1 + ROUNDING) || apart < 1 || apart > FARTHEST) continue;
+          found = least([found, this.scored(withWay(seen, number, way))]);
         }
+        unchanged = found === seen ? unchanged + 1 : 0;
       }
       return found;
     }
