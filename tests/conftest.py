@@ -33,6 +33,10 @@ def pytest_report_header() -> str:
     return f"OUTSIDE_SEED={os.environ['OUTSIDE_SEED']} repeats the samples of tests/outside/ and of test_faults.py"
 
 
+# Autograd's first backward decides whether devices need threads, which a forked child cannot have. Fake tensors pretend
+# that there is a GPU: a process whose first test uses some would have such threads.
+torch.ones(1, requires_grad=True).sum().backward()
+
 # What is imported until all tests are collected stays; to look through it again and again takes a second.
 gc.disable()
 
