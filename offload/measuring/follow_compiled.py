@@ -184,7 +184,7 @@ def try_levels(
     """
     said: list[str] = []
     seconds: dict[Level, float] = {}
-    host_s: dict[Level, float] = {}
+    host_s = math.inf
     saved: dict[Level, int] = {}
     try:
         trial = _Trial(layer, forward, given, rules, backend)
@@ -208,11 +208,12 @@ def try_levels(
                     said.append(f"rounds gradients otherwise where it saves {_SAVES[level]}, as its dtypes allow")
                 if apart <= 1 and (forward.asked or not rounds):
                     saved[level] = found.saved_bytes
-                    host_s[level] = found.timed[1]
+                    times = [found.timed]
                     del found
-                    times = [] if known else [trial.run(level).timed for _ in range(TIMES)]
-                    seconds[level] = known.get(level, 0.0) if known else min(backend.seconds(one for one, _ in times))
-                    host_s[level] = min([host_s[level], *(took_s for _, took_s in times)])
+                    times += [trial.run(level).timed for _ in range(0 if known else TIMES)]
+                    marks, took_s = zip(*times, strict=True)
+                    seconds[level] = known.get(level, 0.0) if known else min(backend.seconds(marks[1:]))
+                    host_s = min(took_s) if level is Level.NOTHING else host_s
                 elif level is Level.NOTHING:
                     break  # then no other level will do
     except NotCompiledError:
@@ -222,7 +223,7 @@ def try_levels(
         raise NotCompiledError(f"{type(error).__name__}: {first}", compiles=False) from error
     if Level.NOTHING not in saved or saved[Level.NOTHING] >= saved.get(Level.ALL, 0):
         raise NotCompiledError("; ".join(said) or "its graph saves no more than its inputs")
-    return Levels(_listed(seconds, saved), seconds, host_s[Level.NOTHING], said)
+    return Levels(_listed(seconds, saved), seconds, host_s, said)
 
 
 def _listed(seconds: Mapping[Level, float], saved: Mapping[Level, int]) -> tuple[RegionProfile, ...]:

@@ -25,6 +25,7 @@ from torch import nn
 import offload
 from offload.base.torch_private import is_compiled, with_default_generators
 from offload.measuring import follow_compiled
+from offload.measuring.layer_times import LayerTimes
 from offload.recompute import compiled_levels
 from offload.recompute.compiled_levels import Level
 
@@ -99,6 +100,17 @@ def test_budgets_with_the_bits_of_eager_layers(block: str, lab: Lab) -> None:
             assert host or kept(handle)
     assert "forward" not in vars(layers[0])
     assert_same(expected, seeded(layers, x))
+
+
+def test_the_host_takes_no_longer_than_in_the_trial(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is slow in the microbatch that is timed, right behind the compiler."""
+    monkeypatch.setattr(LayerTimes, "host_s", lambda times, _phase: [1e3] * len(times.ran))
+    layers, x = built("mlp", lab)
+    with budgeted(layers, "1GiB", compile=EAGER) as handle:
+        for _ in range(3):
+            seeded(layers, x)
+        assert handle.plan is not None
+        assert all(0 < layer.host.kept_s < 1e3 for layer in handle.plan.profile.layers)
 
 
 def test_inputs_of_other_sizes(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
