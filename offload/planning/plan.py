@@ -190,7 +190,7 @@ def make_plan(
     search = Search(profile, link, budget, math.inf if host is None else host, among)
     found = search.best()
     if found is None:
-        raise TooLittleMemoryError(search, budget, host)
+        raise _too_little(search, budget, host)
     score, choice = found
     made = Plan(_default(choice.num_layers, search.count), profile, link, budget, search.policies(choice), host)
     amounts = format_bytes(budget), choice.num_layers, search.count, format_bytes(score.host_bytes)
@@ -218,15 +218,20 @@ def relaxed(plan: Plan, profile: Profile, most_bytes: float) -> Plan:
 class TooLittleMemoryError(ValueError):
     """No plan fits: the least peak is ``least_bytes``."""
 
-    def __init__(self, search: Search, budget: int, host: int | None) -> None:
-        least, choice = search.least_peak
-        within = "" if host is None else f" within max_host_bytes = {host} ({format_bytes(host)})"
-        super().__init__(
-            f"memory_budget must be at least {least} bytes ({format_bytes(least)}), the least peak that a plan reaches"
-            f"{within}, with {choice.num_layers} of {search.count} layers offloaded, got {budget} bytes "
-            f"({format_bytes(budget)}); raise it or use smaller microbatches."
-        )
-        self.least_bytes = least
+    def __init__(self, said: str, least_bytes: int = 0) -> None:
+        super().__init__(said)
+        self.least_bytes = least_bytes
+
+
+def _too_little(search: Search, budget: int, host: int | None) -> TooLittleMemoryError:
+    least, choice = search.least_peak
+    within = "" if host is None else f" within max_host_bytes = {host} ({format_bytes(host)})"
+    said = (
+        f"memory_budget must be at least {least} bytes ({format_bytes(least)}), the least peak that a plan reaches"
+        f"{within}, with {choice.num_layers} of {search.count} layers offloaded, got {budget} bytes "
+        f"({format_bytes(budget)}); raise it or use smaller microbatches."
+    )
+    return TooLittleMemoryError(said, least)
 
 
 def _default(num_layers: int, model_layers: int) -> Schedule:

@@ -1,5 +1,6 @@
 """Planning by region: what the simulator plays of it, and that the search finds what brute force finds."""
 
+import pickle
 import sys
 from dataclasses import replace
 from itertools import pairwise, product
@@ -299,6 +300,12 @@ class TestPlan:
         fewer, more = (make_plan(one, "6GiB", PCIE).policies.count(None) for one in (REFERENCE, profile))
         assert more > fewer
         assert "for the host" in str(found)
+
+    def test_the_error_of_a_budget_that_is_too_small_comes_whole_from_another_process(self):
+        with pytest.raises(ValueError, match="memory_budget must be at least") as refused:
+            make_plan(REFERENCE, 1, PCIE)
+        copied = pickle.loads(pickle.dumps(refused.value))
+        assert (str(copied), vars(copied)) == (str(refused.value), vars(refused.value))
 
     def test_what_fits_is_kept_where_the_host_hides_that_it_is_recomputed(self):
         """The host may be faster than it was when it was measured."""
