@@ -291,7 +291,6 @@ def test_refuses_wrong_arguments_before_training(options, said):
 
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler's own
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is")
 def test_a_model_compiled_as_a_whole_rounds_as_with_graph_breaks_at_its_layers(tmp_path):
     """Where nothing breaks the graph, Inductor fuses operations across layers, which rounds otherwise."""
     config = transformers.GPT2Config(
