@@ -128,7 +128,7 @@ def chunked_cross_entropy(
     """The cross entropy of ``hidden @ weight.T`` and ``labels``, with logits for ``chunk_tokens`` tokens at a time.
 
     The result is ``F.cross_entropy((hidden @ weight.T).float(), labels)`` up to the order of sums, float32 or more
-    precise, and differentiable once. The host never waits for the device. Forward computes the gradients as well, so
+    precise. ``create_graph=True`` is refused. The host never waits for the device. Forward computes the gradients as well, so
     backward only multiplies. In bfloat16 forward takes twelve bytes per logit of one chunk, and six bytes per element
     for the gradient of a weight that is not frozen: the sum is made in float32, as in bfloat16 it would lose the last
     of many chunks.
@@ -203,8 +203,8 @@ class _ChunkedLoss(torch.autograd.Function):
         return sum(losses[1:], losses[0])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        _check_first_gradient("a loss in chunks")
         factor = gradient.reshape(1)  # with one dimension: a scalar would be rounded to the dtype of the other factor
         known = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         made = (
@@ -342,8 +342,8 @@ class _Tiled(torch.autograd.Function):
         return output.detach()  # returned as it is, it would be a view, which nobody may change in place
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        _check_first_gradient("an MLP in tiles")
         return None, None, None, *ctx.compute(gradient)
 
 
@@ -385,6 +385,15 @@ def _difference(before: dict[str, object], now: dict[str, object]) -> str | None
         if one is not other and not (isinstance(one, bool | int | float | str) and one == other):
             return name
     return None
+
+
+def _check_first_gradient(what: str) -> None:
+    """Refuse a graph of gradients. ``once_differentiable`` sees the incoming gradient alone, and leaves out the rest."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"create_graph=True must not be used with {what}, which computes first gradients alone; prepare computes "
+            "in such pieces what does not fit otherwise, and does not with a larger memory_budget"
+        )
 
 
 def _leaf(tensor: Tensor) -> nn.Parameter:

@@ -148,6 +148,13 @@ def test_a_graph_that_is_kept_gives_the_same_gradients_again() -> None:
     assert all(map(torch.equal, first, second))
 
 
+def test_a_gradient_of_gradients_is_refused() -> None:
+    """Autograd would take the first gradients for numbers that depend on nothing."""
+    hidden, weight, labels = inputs()
+    with pytest.raises(RuntimeError, match="create_graph=True must not be used with a loss in chunks"):
+        torch.autograd.grad(chunked_cross_entropy(hidden, weight, labels), hidden, create_graph=True)
+
+
 def test_no_tensor_has_the_size_of_the_logits_and_nobodys_hooks_see_a_chunks() -> None:
     """Who moves all that forward saves to the host must not move logits."""
     hidden, weight, labels = inputs()

@@ -483,6 +483,12 @@ def test_a_tensor_from_inside_loses_no_gradient_without_an_error() -> None:
         (y.sum() + torch.cat(layer.mlp.left[4:], -2).square().sum()).backward()
 
 
+def test_a_gradient_of_gradients_is_refused() -> None:
+    layer, x = Layer(), torch.randn(1, 64, 8, requires_grad=True)
+    with tile_mlp([layer], 16), pytest.raises(RuntimeError, match="create_graph=True must not be used with an MLP in"):
+        torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+
+
 def test_parameters_of_others_are_refused() -> None:
     layer = Layer()
     others = [nn.Parameter(torch.ones(8, 8))]
