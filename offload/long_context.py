@@ -128,10 +128,9 @@ def chunked_cross_entropy(
     """The cross entropy of ``hidden @ weight.T`` and ``labels``, with logits for ``chunk_tokens`` tokens at a time.
 
     The result is ``F.cross_entropy((hidden @ weight.T).float(), labels)`` up to the order of sums, float32 or more
-    precise. ``create_graph=True`` is refused. The host never waits for the device. Forward computes the gradients as well, so
-    backward only multiplies. In bfloat16 forward takes twelve bytes per logit of one chunk, and six bytes per element
-    for the gradient of a weight that is not frozen: the sum is made in float32, as in bfloat16 it would lose the last
-    of many chunks.
+    precise; ``create_graph=True`` is refused. The host never waits for the device. Forward computes the gradients as
+    well, so backward only multiplies. In bfloat16 forward takes twelve bytes per logit of one chunk, and six bytes per
+    element for the gradient of a weight that is not frozen, which is summed in float32.
 
     Args:
         hidden: The input of the head, of shape ``(…, width)``.
@@ -388,12 +387,10 @@ def _difference(before: dict[str, object], now: dict[str, object]) -> str | None
 
 
 def _check_first_gradient(what: str) -> None:
-    """Refuse a graph of gradients. ``once_differentiable`` sees the incoming gradient alone, and leaves out the rest."""
+    """Refuse a graph of gradients: ``once_differentiable`` would refuse it only where the incoming gradient has one."""
     if torch.is_grad_enabled():
-        raise RuntimeError(
-            f"create_graph=True must not be used with {what}, which computes first gradients alone; prepare computes "
-            "in such pieces what does not fit otherwise, and does not with a larger memory_budget"
-        )
+        instead = "compute it in one piece; for that, prepare needs a larger memory_budget"
+        raise RuntimeError(f"create_graph=True must not be used with {what}, got it in backward; {instead}")
 
 
 def _leaf(tensor: Tensor) -> nn.Parameter:
