@@ -34,14 +34,11 @@ BUDGETS_GIB = {
 }
 LINES_GIB = {"decoder": (), "llama": (6, 2.8)}
 """Budgets that are given to ``memory_budget=`` as well."""
-PROFILED = 9
-"""Steps whose median is a profile's."""
-TOKENS = 7168
-"""Of the Llama: the most thousands for which 2 GiB suffice."""
+PROFILED = 9  # steps whose median is a profile's
+TOKENS = 7168  # of the Llama: the most thousands for which 2 GiB suffice
 HOPELESS = 1.5
 """So many times the step, whole layers are not worth measuring: checkpointing takes 1.25 times."""
-WARM_UP_S = 20.0
-"""A GPU that has rested is faster than it is at its power limit, by some percent."""
+WARM_UP_S = 20.0  # a GPU that has rested is faster than it is at its power limit, by some percent
 
 
 def build(name: str, device: torch.device, *, small: bool) -> Model:

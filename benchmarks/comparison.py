@@ -21,20 +21,16 @@ SETTLES = 34
 class Attached:
     """What a way without a handle of this library's yields."""
 
-    step: Step
-    """In place of the model's."""
-    peak_bytes: int | None = None
-    """Where it is known already."""
+    step: Step  # in place of the model's
+    peak_bytes: int | None = None  # where it is known already
 
 
 class Way(NamedTuple):
     """One way to train, and its row of the record."""
 
     row: Row
-    around: Callable[[], AbstractContextManager[Any]]
-    """In what the model is trained."""
-    turns: bool = True
-    """Whether the way is measured more than once."""
+    around: Callable[[], AbstractContextManager[Any]]  # in what the model is trained
+    turns: bool = True  # whether the way is measured more than once
 
 
 class Comparison:

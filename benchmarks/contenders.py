@@ -32,12 +32,9 @@ class Case:
 
     name: str
     build: Callable[[torch.device], Model]
-    ks: tuple[int, ...]
-    """Numbers of layers that this library offloads."""
-    checkpoint_ks: tuple[int, ...]
-    """Numbers of checkpointed layers whose inputs it offloads."""
-    te_ks: tuple[int, ...]
-    """Numbers of layers that Transformer Engine offloads."""
+    ks: tuple[int, ...]  # numbers of layers that this library offloads
+    checkpoint_ks: tuple[int, ...]  # numbers of checkpointed layers whose inputs it offloads
+    te_ks: tuple[int, ...]  # numbers of layers that Transformer Engine offloads
     tokens: int | None = None
     """Length of the long sequence, whose steps take seconds: no turns are taken."""
 
@@ -72,14 +69,11 @@ def cases(*, small: bool = False) -> dict[str, Case]:
 class Contender:
     """One way to run a step of any model."""
 
-    family: str
-    """What its points are joined under in a picture."""
+    family: str  # what its points are joined under in a picture
     label: str
     around: Callable[[Model], AbstractContextManager[Any]]
-    k: int | None = None
-    """Number of offloaded layers, for ways that have one."""
-    package: str | None = None
-    """What must be installed."""
+    k: int | None = None  # number of offloaded layers, for ways that have one
+    package: str | None = None  # what must be installed
     pins_all: bool = False
     """Everything that autograd saves is copied to pinned memory of PyTorch's allocator: steps take many times as long
     as the others', so that clocks do not matter, and no turns are taken."""

@@ -32,8 +32,7 @@ from offload.observe.timeline import LANES
 
 LAYERS = 10
 TIMES = 3
-MOST_SAMPLES = 300
-"""Of the memory curve, in a trace."""
+MOST_SAMPLES = 300  # of the memory curve, in a trace
 
 
 def decoder(*, small: bool) -> Workload:
@@ -129,12 +128,10 @@ def half_of_the_host_memory(model: Model, **options: Any) -> Iterator[offload.Of
 class Fault(NamedTuple):
     """Something that goes wrong, and how."""
 
-    sees: str
-    """What one sees of it."""
+    sees: str  # what one sees of it
     provoke: Callable[..., AbstractContextManager[Any]] = offloaded
     workload: Callable[..., Workload] = decoder
-    first: bool = False
-    """Whether the first step is recorded."""
+    first: bool = False  # whether the first step is recorded
 
 
 too_many = partial(offloaded, k=6)

@@ -37,8 +37,7 @@ from benchmarks.longest_context import Lengths, attention_s, in_blocks, longest_
 from benchmarks.models import SHAPE, SMALL, Llama
 from benchmarks.report import Record, asked, table
 
-TILE, SMALL_TILE = 32768, 8192
-"""Tokens in a tile of the MLPs, and where the device is limited."""
+TILE, SMALL_TILE = 32768, 8192  # tokens in a tile of the MLPs, and where the device is limited
 PROFILED, SHORT = 32768, 65536
 """Tokens of the steps that are profiled, and of those that prove what is recomputed: more than a tile."""
 ONCE = 200_000
@@ -58,8 +57,7 @@ class Long(Llama):
         shape = (SMALL if small else SHAPE) | {"max_position_embeddings": 1 << 20}
         dtype = torch.float32 if small else torch.bfloat16
         super().__init__(device, tokens=1, dtype=dtype, has_gradients=not on_host, **shape)
-        self.wide_bytes: int = shape["hidden_size"] * dtype.itemsize
-        """Of a token's hidden state."""
+        self.wide_bytes: int = shape["hidden_size"] * dtype.itemsize  # of a token's hidden state
         self.heads: int = shape["num_attention_heads"]
         if adapters:
             import peft

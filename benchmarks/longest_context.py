@@ -17,8 +17,7 @@ from torch.nn import functional
 
 from benchmarks.instruments import Row, timed
 
-BLOCKS = (4096, 1024)
-"""Tokens of a block, the first size that divides the length."""
+BLOCKS = (4096, 1024)  # tokens of a block, the first size that divides the length
 
 
 class Lengths:
@@ -33,8 +32,7 @@ class Lengths:
 
     def __init__(self, limit_bytes: int, first: int, grain: int, most: int) -> None:
         self.limit_bytes, self.first, self.grain, self.most = limit_bytes, first, grain, most // grain * grain
-        self.peaks: dict[int, int] = {}
-        """Of each length that passed."""
+        self.peaks: dict[int, int] = {}  # of each length that passed
         self.failed: list[int] = []
 
     @property

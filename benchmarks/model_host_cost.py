@@ -57,8 +57,7 @@ class Tiny:
         self._device = device
         self._clock = time.thread_time if device.type == "cpu" else time.process_time
         self.forwards_s = [math.inf] * len(self.layers)
-        self.backward_s = math.inf
-        """On a GPU another thread runs backward."""
+        self.backward_s = math.inf  # on a GPU another thread runs backward
         hook = self.layers[0].register_forward_pre_hook(self._note, with_kwargs=True)
         saved: list[torch.Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda tensor: tensor):

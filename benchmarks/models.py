@@ -55,8 +55,7 @@ class Model:
         has_gradients: bool = True,
     ) -> None:
         self.module, self.layers, self.loss = module, list(layers), loss
-        self.checkpoints = len(self.layers)
-        """How many of the layers are checkpointed."""
+        self.checkpoints = len(self.layers)  # how many of the layers are checkpointed
         self.leaves = [*inputs, *module.parameters()]
         for leaf in self.leaves if has_gradients else ():
             leaf.grad = torch.zeros_like(leaf)

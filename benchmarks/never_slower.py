@@ -31,10 +31,8 @@ from benchmarks.models import replaced
 from benchmarks.report import Record, asked, table
 from offload.activations.context import DEFAULT_MIN_BYTES
 
-SHARES = (0.75, 0.6, 0.35, 0.15)
-"""Of what a step adds with everything kept."""
-COMPILED_SHARES = (0.75, 0.5, 0.35)
-"""The same of compiled layers; another default."""
+SHARES = (0.75, 0.6, 0.35, 0.15)  # of what a step adds with everything kept
+COMPILED_SHARES = (0.75, 0.5, 0.35)  # the same of compiled layers; another default
 TURNS = 2
 MOST_LINK_SHARE = 0.5
 """Whole-layer offloading is run where it copies less than so many times what the link moves in a step."""

@@ -45,8 +45,7 @@ class Model(NamedTuple):
     hidden: int
     ffn: int
     heads: int
-    layers: int
-    """Per rank."""
+    layers: int  # per rank
     batch: int
     tokens: int
     dtype: torch.dtype = torch.bfloat16

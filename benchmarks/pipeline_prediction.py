@@ -16,8 +16,7 @@ from offload.pipelining.plan import RankStep
 from offload.planning.profile import Link
 from offload.schedule.schedule import Move, Point, Schedule
 
-NOTHING, HALF = "nothing", "half on rank 0"
-"""The ways to run a step."""
+NOTHING, HALF = "nothing", "half on rank 0"  # the ways to run a step
 MIN_BYTES = 1 << 20
 """Tensors below this size were not offloaded in the records that list no tensors."""
 

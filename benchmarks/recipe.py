@@ -46,14 +46,11 @@ UNTIL_SETTLED = 12
 LEAST_UNTIL_SETTLED = 4
 STEPS = 3
 SMALL_BUDGET = 1 << 20
-BYTES_OF_A_PARAMETER = 10
-"""Weights in bfloat16, and two float32 moments; gradients are consumed."""
+BYTES_OF_A_PARAMETER = 10  # weights in bfloat16, and two float32 moments; gradients are consumed
 FREE_SHARE = 0.06
 """Of a budget, for what a step needs beside weights and optimizer state, where the search for a model begins."""
-LEAST_SHARE = 0.8
-"""Of the layers that arithmetic allows, where that search ends."""
-GRAIN = 4096
-"""Lengths that are tried are multiples of so many tokens."""
+LEAST_SHARE = 0.8  # of the layers that arithmetic allows, where that search ends
+GRAIN = 4096  # lengths that are tried are multiples of so many tokens
 
 
 class Deep(Training):

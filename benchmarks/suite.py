@@ -33,14 +33,12 @@ from offload.planning.profile import Link
 
 PARTS = ("small_copies", *cases())
 PACKAGES = ("transformers", "trl", "transformer-engine")
-OWN = ("offload", "offload_checkpoint")
-"""The families of this library."""
+OWN = ("offload", "offload_checkpoint")  # the families of this library
 TURNS, TURN_S = 5, 0.6
 """How many turns each way has, and how many seconds the times of each take at least."""
 BASE = dict.fromkeys(("checkpoint", "checkpoint_on_cpu", "offload_checkpoint"), "checkpoint")
 """Which family's step is the compute that a family cannot do without, if not that of ``nothing``."""
-SIZES = tuple(1 << power for power in range(16, 27))
-"""Bytes of one tensor: 64 KiB to 64 MiB."""
+SIZES = tuple(1 << power for power in range(16, 27))  # bytes of one tensor: 64 KiB to 64 MiB
 
 
 class Workload(Comparison):

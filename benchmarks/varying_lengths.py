@@ -35,20 +35,16 @@ from offload.base.checks import format_bytes
 from offload.observe.memory import MemoryMeter
 
 STEPS = 2000
-SHARE = 0.5
-"""Of what the longest batch adds with everything kept."""
+SHARE = 0.5  # of what the longest batch adds with everything kept
 MEDIAN, SIGMA = 1 / 16, 1.0
 """Of the log-normal distribution of lengths; the median is a part of the longest length."""
 SIZES = {"longest": 4096, "shortest": 64, "words": 32000}
 SMALL = {"longest": 256, "shortest": 4, "words": 128}
-BATCH = 2
-"""Sequences."""
-EVALUATIONS, EVALUATED = 4, 4
-"""How often the model is evaluated, and on how many batches."""
+BATCH = 2  # sequences
+EVALUATIONS, EVALUATED = 4, 4  # how often the model is evaluated, and on how many batches
 TRIES = 6
 """Plans by hand, each for less memory than the one before, until a step keeps to the budget."""
-PROFILED = 5
-"""Steps whose median is the profile of the plan by hand."""
+PROFILED = 5  # steps whose median is the profile of the plan by hand
 
 Batch = dict[str, torch.Tensor]
 

@@ -72,8 +72,7 @@ class Workload:
 
     make_layer: Callable[[], nn.Module]
     layers: int
-    shape: tuple[int, int, int]
-    """Batch, tokens, hidden."""
+    shape: tuple[int, int, int]  # batch, tokens, hidden
     dtype: torch.dtype = torch.bfloat16
     make_loss: Callable[[], nn.Module] = MeanSquare
 

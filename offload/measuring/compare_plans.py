@@ -27,14 +27,12 @@ _logger = logging.getLogger(__name__)
 UNMEASURED = 2
 """So many microbatches of a plan are not measured: host memory is pinned, second runs are proven."""
 
-MEASURED = 2
-"""So many are; the shortest counts."""
+MEASURED = 2  # so many are; the shortest counts
 
 MEASUREMENTS = 2
 """So often a plan is measured before it is followed for good: a host that is busy for a moment must not decide."""
 
-HOPE = 0.9
-"""Of the seconds that it took, those that a plan may take when it is measured once more."""
+HOPE = 0.9  # of the seconds that it took, those that a plan may take when it is measured once more
 
 OPTIMISM = 0.75
 """Of its prediction, the seconds that a plan may take that was not measured; or this part of how long another one took
@@ -58,8 +56,7 @@ class ComparePlans:
         one that runs, the first two are in ``_begin``."""
         self._corrected: tuple[Plan | None, float, Plan | None] = None, 1.0, None
         """A plan, by how much longer it was measured to take, and what it is with that."""
-        self._running = 0
-        """How many microbatches have begun since the end of a backward."""
+        self._running = 0  # how many microbatches have begun since the end of a backward
         self._elements = 0.0  # that the plans are for
 
     @property

@@ -57,8 +57,7 @@ SLACK = 0.005
 """By what part of the budget a plan of checkpoints may be predicted above it: they run as the measured steps do, and
 what is predicted is up to so much too high. If that is not so, the plan is made again."""
 
-CORRECTIONS = 3
-"""How often a plan is made again because its peak broke the budget."""
+CORRECTIONS = 3  # how often a plan is made again because its peak broke the budget
 
 
 class FollowPlan(HookedLayers):

@@ -17,12 +17,10 @@ from offload.planning.profile import Link, Profile, check_profile
 PIECE_BYTES = 64 << 20
 """Large enough that the cost of starting a copy does not show: 1 MiB pieces reach 90% on PCIe Gen5."""
 
-RUN_S = 0.02
-"""Each bandwidth is taken from as many pieces as take about this long."""
+RUN_S = 0.02  # each bandwidth is taken from as many pieces as take about this long
 
 MAX_PIECES = 64
-REPEATS = 5
-"""So often each of the three bandwidths is measured; the median counts."""
+REPEATS = 5  # so often each of the three bandwidths is measured; the median counts
 
 
 def measure_link(device: torch.device | str | int | None = None) -> Link:
@@ -53,8 +51,7 @@ def measure_link(device: torch.device | str | int | None = None) -> Link:
     return Link(bytes_per_s(d2h), bytes_per_s(h2d), bytes_per_s(d2h, h2d), str(backend.device))
 
 
-_Copy = tuple[Stream, torch.Tensor, torch.Tensor]
-"""Stream, target, source."""
+_Copy = tuple[Stream, torch.Tensor, torch.Tensor]  # stream, target, source
 
 
 def _copy_s(backend: Backend, copies: Sequence[_Copy], pieces: int) -> float:

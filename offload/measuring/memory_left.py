@@ -21,11 +21,9 @@ from offload.planning.recipes import TrainingBytes
 
 _logger = logging.getLogger(__name__)
 
-AUTO_SHARE = 0.92
-"""Of what the device has left: allocators need some room to cut blocks from."""
+AUTO_SHARE = 0.92  # of what the device has left: allocators need some room to cut blocks from
 
-TOLERANCE = 0.02
-"""By what part of a budget a peak may be above it without a warning."""
+TOLERANCE = 0.02  # by what part of a budget a peak may be above it without a warning
 
 
 @dataclass

@@ -30,8 +30,7 @@ class WatchedPlan(HookedLayers):
         self._begins = Attachment(layers, begins)
         self._memory = memory_peak(context.backend.device)
         self._plan = plan
-        self._learned = 0
-        """How many forwards were learned when the microbatch began."""
+        self._learned = 0  # how many forwards were learned when the microbatch began
         self._is_first = True
         """Whether nothing was counted before the microbatch, as what is saved before the first layer."""
         self._learning_bytes = 0

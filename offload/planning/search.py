@@ -53,8 +53,7 @@ class Among(Enum):
 
     REGIONS = "regions"
     LAYERS = "whole layers"
-    CHECKPOINTS = "checkpoints"
-    """Whole layers, and nothing is copied."""
+    CHECKPOINTS = "checkpoints"  # whole layers, and nothing is copied
 
 
 class Choice(NamedTuple):

@@ -42,12 +42,9 @@ class Level(IntEnum):
     """What a compiled layer's graph saves, beside parameters and the layer's inputs."""
 
     NOTHING = 0
-    ATTENTION = 1
-    """Results of attention."""
-    PRODUCTS = 2
-    """Results of matrix products and convolutions, too."""
-    ALL = 3
-    """Whatever the compiler saves without a policy."""
+    ATTENTION = 1  # results of attention
+    PRODUCTS = 2  # results of matrix products and convolutions, too
+    ALL = 3  # whatever the compiler saves without a policy
 
 
 NAMES = {Level.NOTHING: SOURCE, Level.ATTENTION: "attention", Level.PRODUCTS: "products", Level.ALL: "other operations"}
@@ -233,8 +230,7 @@ class CompiledPolicies(LayerPolicies):
         super().__init__({"*": RECOMPUTE}, layer, measures=True)
         self.forward = forward
         forward.level = Level.NOTHING
-        self._tried: list[list[int]] = []
-        """The sizes of the inputs of each trial."""
+        self._tried: list[list[int]] = []  # the sizes of the inputs of each trial
         self._planned = False
 
     def wants_trial(self, given: tuple[Any, Any]) -> bool:

@@ -14,12 +14,9 @@ class LayerInputs:
     __slots__ = ("kind", "placed", "sizes", "tensors")
 
     def __init__(self, args: Any, kwargs: Any) -> None:
-        self.tensors: list[torch.Tensor] = []
-        """The tensors among the arguments, each once."""
-        self.kind: list[Any] = [*kwargs]
-        """What tells this kind of input from another."""
-        self.sizes: list[int] = []
-        """The dimensions of the tensors."""
+        self.tensors: list[torch.Tensor] = []  # the tensors among the arguments, each once
+        self.kind: list[Any] = [*kwargs]  # what tells this kind of input from another
+        self.sizes: list[int] = []  # the dimensions of the tensors
         self.placed = self._take(args), dict(zip(kwargs, self._take(kwargs.values()), strict=True))
         """The arguments, without the tensors."""
 

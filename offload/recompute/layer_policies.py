@@ -26,8 +26,7 @@ from offload.recompute.way import Sizes, Way
 InputKind = tuple[Hashable, Sizes]
 """What tells one kind of input from another, and the sizes of its tensors."""
 
-MOST_WAYS = 64
-"""So many kinds of input are remembered for a layer."""
+MOST_WAYS = 64  # so many kinds of input are remembered for a layer
 
 
 class LayerPolicies(RegionPolicies):
@@ -40,8 +39,7 @@ class LayerPolicies(RegionPolicies):
         planned: What happens to the regions by their numbers, in place of patterns, and the regions of the plan.
     """
 
-    runs_again = True
-    """Whether the layer's forward runs a second time to recompute."""
+    runs_again = True  # whether the layer's forward runs a second time to recompute
 
     def __init__(
         self,
@@ -55,8 +53,7 @@ class LayerPolicies(RegionPolicies):
         # Weakly, as what the layer's hooks hold must not keep the layer.
         self.layer = weakref.ref(layer)
         self.planned = planned
-        self.ways: dict[InputKind, Way] = {}
-        """What was learned, by kind of input."""
+        self.ways: dict[InputKind, Way] = {}  # what was learned, by kind of input
         self.failures: Counter[InputKind] = Counter()
         """How often each kind of input was learned for nothing."""
         self.costs: tuple[RegionProfile, ...] = ()
@@ -76,8 +73,7 @@ class LayerPolicies(RegionPolicies):
         """Marks points of the compute stream, while second runs are timed."""
         self.second_runs: list[tuple[Any, Any, float]] = []
         """The marks at begin and end of each second run since the clock was set, and the host's seconds."""
-        self.said: set[str] = set()
-        """What was written into the log."""
+        self.said: set[str] = set()  # what was written into the log
 
     @contextmanager
     def timed(self) -> Iterator[None]:

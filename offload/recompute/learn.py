@@ -25,8 +25,7 @@ from offload.recompute.state import states_of
 _DETACH = torch.ops.aten.detach.default
 _DYNAMIC = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
-Clock = Callable[[], Any]
-"""Marks a point of the compute stream, which can be timed later."""
+Clock = Callable[[], Any]  # marks a point of the compute stream, which can be timed later
 
 
 def is_counted(function: Any, args: Any) -> bool:
@@ -45,10 +44,8 @@ class StepResult(NamedTuple):
     """The number of the storage that it looks into; ``None`` if it is no plain tensor."""
     geometry: Geometry | None
     device: torch.device | None
-    argument: int | None = None
-    """The position of the written argument that it is."""
-    value: Any = None
-    """What it is if it is no tensor."""
+    argument: int | None = None  # the position of the written argument that it is
+    value: Any = None  # what it is if it is no tensor
 
 
 @dataclass(slots=True)
@@ -56,20 +53,14 @@ class Step:
     """One operation of a layer's forward."""
 
     operation: Operation
-    reads: tuple[int, ...]
-    """Storages that it reads."""
-    makes: tuple[int, ...]
-    """Storages that it makes."""
-    writes: tuple[int, ...]
-    """Storages, its own and others, that it writes into."""
+    reads: tuple[int, ...]  # storages that it reads
+    makes: tuple[int, ...]  # storages that it makes
+    writes: tuple[int, ...]  # storages, its own and others, that it writes into
     outputs: tuple[StepResult, ...]
-    container: type | None
-    """The type of the sequence of its results; ``None`` for one result alone."""
+    container: type | None  # the type of the sequence of its results; ``None`` for one result alone
     module: str
-    draws: bool = False
-    """Whether it has drawn, or says that it draws, random numbers."""
-    only_views: bool = False
-    """Whether it makes no memory and writes none."""
+    draws: bool = False  # whether it has drawn, or says that it draws, random numbers
+    only_views: bool = False  # whether it makes no memory and writes none
     barrier: bool = False
     """Whether something here was not seen, so that all operations up to here have to run."""
     final: bool = False
@@ -87,31 +78,24 @@ class Storage:
     """The operations that write it, the one that makes it first; empty for what the layer was given."""
     changed_by: list[int] = field(default_factory=list)
     """The operations that write into it where it was there before the layer ran, as a buffer is."""
-    first_seen: int = 0
-    """The operation at which it was seen for the first time."""
-    unseen: bool = False
-    """Whether it was made during forward by what the mode does not see."""
-    unfilled_bytes: int = 0
-    """How much of it was only allocated so far."""
+    first_seen: int = 0  # the operation at which it was seen for the first time
+    unseen: bool = False  # whether it was made during forward by what the mode does not see
+    unfilled_bytes: int = 0  # how much of it was only allocated so far
 
 
 @dataclass(slots=True)
 class SavedTensor:
     """One tensor that autograd has saved, in the order of saving."""
 
-    storage: int | None
-    """Its storage; ``None`` if it is no plain tensor."""
-    time: int
-    """How many operations had run."""
-    node: int
-    """How many autograd nodes the forward had made."""
+    storage: int | None  # its storage; ``None`` if it is no plain tensor
+    time: int  # how many operations had run
+    node: int  # how many autograd nodes the forward had made
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     movable: bool
     """Whether it may be offloaded, and so be dropped: it is large enough, and no parameter."""
-    small: bool = False
-    """Whether only its size forbids that: it may be dropped if all else is."""
+    small: bool = False  # whether only its size forbids that: it may be dropped if all else is
 
 
 class Trace:
@@ -121,16 +105,13 @@ class Trace:
         self.steps: list[Step] = []
         self.storages: list[Storage] = []
         self.saved: list[SavedTensor] = []
-        self.generators: set[torch.Generator] = set()
-        """Generators that operations were given."""
+        self.generators: set[torch.Generator] = set()  # generators that operations were given
         self.given: list[int | None] = []
         """The storages of the layer's inputs; ``None`` for an input that is no plain tensor."""
-        self.movable_inputs: set[int] = set()
-        """Of :attr:`given`, those that may be offloaded."""
+        self.movable_inputs: set[int] = set()  # of :attr:`given`, those that may be offloaded
         self.constants: dict[int, torch.Tensor] = {}
         """Counters of changes of tensors that are read and are no input, attribute or parameter, by storage."""
-        self.written: list[int] = []
-        """Storages from outside that the forward writes into."""
+        self.written: list[int] = []  # storages from outside that the forward writes into
         self.zone = -1
         """The first operation whose result has a size or a way that depends on data; -1 if there is none."""
 

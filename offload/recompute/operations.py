@@ -18,16 +18,11 @@ from offload.base.torch_private import OPERATOR, schema_of, without_wrapper
 class Effect(Enum):
     """What an operation does to memory."""
 
-    VIEW = auto()
-    """Looks into its argument's memory in another way, and makes none."""
-    PURE = auto()
-    """Makes memory from what it reads, and writes nothing else."""
-    WRITES = auto()
-    """Writes into arguments, such as ``add_``."""
-    EMPTY = auto()
-    """Makes memory that holds nothing yet."""
-    OPAQUE = auto()
-    """Its schema does not say what it does to memory."""
+    VIEW = auto()  # looks into its argument's memory in another way, and makes none
+    PURE = auto()  # makes memory from what it reads, and writes nothing else
+    WRITES = auto()  # writes into arguments, such as ``add_``
+    EMPTY = auto()  # makes memory that holds nothing yet
+    OPAQUE = auto()  # its schema does not say what it does to memory
 
 
 VIEW, EMPTY, OPAQUE = Effect.VIEW, Effect.EMPTY, Effect.OPAQUE
@@ -109,5 +104,4 @@ class Operation:
         """Whether the operation is none of PyTorch's own, so that it may draw random numbers without saying so."""
 
 
-known_operation = functools.cache(Operation)
-"""All that is asked of an operation, looked up once."""
+known_operation = functools.cache(Operation)  # all that is asked of an operation, looked up once

@@ -13,8 +13,7 @@ from fnmatch import fnmatchcase
 
 from offload.recompute.costs import LayerPolicy, RegionProfile
 
-SOURCE = "input"
-"""The name of what a layer was given."""
+SOURCE = "input"  # the name of what a layer was given
 UNSEEN = "compiled forward"
 """The name of what was computed where no operation was seen, as in compiled code: it is recomputed as one."""
 REST = "data-dependent rest"
@@ -67,8 +66,7 @@ class RegionPolicies:
         measures: Whether learning also measures what each region costs.
     """
 
-    source: Policy
-    """What happens to the layer's inputs, which cannot be recomputed."""
+    source: Policy  # what happens to the layer's inputs, which cannot be recomputed
 
     def __init__(self, patterns: Mapping[str, Policy], *, measures: bool) -> None:
         self.patterns = patterns
@@ -76,8 +74,7 @@ class RegionPolicies:
         self.follow_patterns()
 
     def follow_patterns(self) -> None:
-        self.numbered: LayerPolicy | None = None
-        """The plan that is followed in place of patterns."""
+        self.numbered: LayerPolicy | None = None  # the plan that is followed in place of patterns
         self._known: dict[str, Policy] = {}
         source = self.of(SOURCE)
         self.source = OFFLOAD if source is RECOMPUTE else source

@@ -79,12 +79,9 @@ class Frame:
 
     # Attributes that most forwards leave as they are cost a forward no time.
     replay: SecondRun = NOTHING
-    open = True
-    """Whether the forward still runs."""
-    asked = False
-    """Whether the forward itself has asked for something that it has saved."""
-    strange = False
-    """Whether the forward has gone another way than the learned one."""
+    open = True  # whether the forward still runs
+    asked = False  # whether the forward itself has asked for something that it has saved
+    strange = False  # whether the forward has gone another way than the learned one
     learned = False
     """Whether the forward ran under a dispatch mode, for which some functions choose other kernels."""
     holds = False
@@ -118,10 +115,8 @@ class Frame:
         self.read(constants)
         self.nodes: list[int] = []
         """How many autograd nodes the forward had made at each saved tensor."""
-        self.dropped: dict[int, tuple[torch.Size, torch.dtype]] = {}
-        """What was dropped, by number."""
-        self.kept: dict[int, Held] = {}
-        """What may be handed over, by number."""
+        self.dropped: dict[int, tuple[torch.Size, torch.dtype]] = {}  # what was dropped, by number
+        self.kept: dict[int, Held] = {}  # what may be handed over, by number
         self.recomputed: dict[int, torch.Tensor] = {}
         self.lock = threading.RLock()
 
@@ -252,8 +247,7 @@ class SavedCheck:
     def __init__(self, frame: Frame, *, hand_over: bool, to_the_end: bool = False) -> None:
         self.frame = frame
         self.found: dict[int, torch.Tensor] = {}
-        self.first_node = 0
-        """The number of the first autograd node of the run."""
+        self.first_node = 0  # the number of the first autograd node of the run
         self.storages: dict[int, int] = {}
         """The addresses of what was handed over, by the number of the saved tensor."""
         self._number = 0

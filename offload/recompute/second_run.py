@@ -58,12 +58,10 @@ class SecondRun:
             self.impossible = self.impossible or set(self.dropped)
         self.sized = False
         """Whether the results have other sizes than in the forward that was learned."""
-        self.wrong = False
-        """Whether a second run has gone another way."""
+        self.wrong = False  # whether a second run has gone another way
         self.may_change = zone >= 0
         """Whether operations after those of the plan may be others each time."""
-        self.steps = steps[:zone] if self.may_change else steps
-        """The operations in their order."""
+        self.steps = steps[:zone] if self.may_change else steps  # the operations in their order
         self.results: dict[int, tuple[StepResult, ...] | None] = {
             time: step.outputs
             for time, step in enumerate(self.steps)

@@ -56,13 +56,11 @@ class Settings(NamedTuple):
     """PyTorch's settings that decide what an operation computes."""
 
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    cached: bool
-    """Whether autocast keeps the copies of parameters that it casts."""
+    cached: bool  # whether autocast keeps the copies of parameters that it casts
     nested: bool
     """Whether an autocast context surrounds the layer, switched on or not: then the copies outlive the layer."""
     device: torch.device | None
-    flags: tuple[Any, ...]
-    """The others, in the order of ``_FLAGS``."""
+    flags: tuple[Any, ...]  # the others, in the order of ``_FLAGS``
 
     @classmethod
     def now(cls, device: torch.device) -> Settings:
@@ -273,8 +271,7 @@ class LayerState:
         return [contents_of(value, 1) for value in held if type(value) in (list, dict, set, deque)]
 
 
-_OWN = vars(nn.Module()).keys() - {"training"}
-"""What every module has, and forward does not change."""
+_OWN = vars(nn.Module()).keys() - {"training"}  # what every module has, and forward does not change
 
 
 def _is_small(value: Any) -> bool:

@@ -15,14 +15,12 @@ from offload.recompute.policies import KEEP, OFFLOAD, RECOMPUTE, REST, SOURCE, U
 from offload.recompute.second_run import NOTHING, SecondRun
 from offload.recompute.state import LayerState
 
-Sizes = tuple[int, ...]
-"""The dimensions of all tensors among a layer's inputs, in order."""
+Sizes = tuple[int, ...]  # the dimensions of all tensors among a layer's inputs, in order
 
 PROVEN_SIZES = 2
 """So many of the sizes that were not learned are compared bit by bit before the next ones are trusted."""
 
-MOST_SIZES = 1024
-"""So many second runs of other sizes are remembered for a layer."""
+MOST_SIZES = 1024  # so many second runs of other sizes are remembered for a layer
 
 
 Expected = tuple[int, torch.Size, "tuple[int, ...] | None", torch.dtype, Policy]
@@ -45,25 +43,20 @@ class Way:
         """Numbers of saved tensors that depend on what must not run twice."""
         self.hands_over = True
         """Whether a second run may skip operations: where it gave other bits, all of them run."""
-        self.reason: str | None = None
-        """Why the layer must not be run again."""
+        self.reason: str | None = None  # why the layer must not be run again
         self.draws_unseen = False
         """Whether forward draws random numbers where no operation was seen to."""
-        self.instead = OFFLOAD
-        """What happens to what cannot be recomputed."""
+        self.instead = OFFLOAD  # what happens to what cannot be recomputed
         self.again = False
         """Whether the next forward may find no such reason: what runs for the first time may prepare something."""
         self.proven = False
         """Whether the second run, as it is executed now, has given the same bits as a forward without a mode."""
-        self.policies: list[Policy] = []
-        """Of each saved tensor."""
+        self.policies: list[Policy] = []  # of each saved tensor
         self.replay: SecondRun = NOTHING
-        self.expected: list[Expected] = []
-        """What is looked at of each saved tensor."""
+        self.expected: list[Expected] = []  # what is looked at of each saved tensor
         self.dropped: dict[int, tuple[torch.Size, torch.dtype]] = {}
         """Shape and dtype of each saved tensor that is dropped before :attr:`limit`, by number."""
-        self.keeps_all = False
-        """Whether nothing is dropped or offloaded."""
+        self.keeps_all = False  # whether nothing is dropped or offloaded
         self.nodes = [saved.node for saved in trace.saved]
         self.limit = trace.dynamic_from
         before = {saved.storage for saved in trace.saved[: self.limit]}

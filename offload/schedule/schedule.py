@@ -18,8 +18,7 @@ from offload.base.checks import check_int, check_type, describe, warn_caller
 class Point(NamedTuple):
     """A point of the program: right before the forward or backward of one layer."""
 
-    phase: str
-    """``"F"`` for forward, ``"B"`` for backward."""
+    phase: str  #: ``"F"`` for forward, ``"B"`` for backward.
     layer: int
 
     def __repr__(self) -> str:
@@ -49,10 +48,8 @@ class Move:
     """The offload and the reload of one layer's activation set."""
 
     layer: int
-    release: Point
-    """The set's device memory has been released before this point."""
-    reload: Point
-    """The copies back to the device are queued before this point."""
+    release: Point  #: The set's device memory has been released before this point.
+    reload: Point  #: The copies back to the device are queued before this point.
 
     @classmethod
     def from_entry(cls, layer: int, entry: tuple[bool, int, bool, int]) -> Move:

@@ -20,15 +20,11 @@ WORD = re.compile(r"\b[a-z]{4,}", re.IGNORECASE)
 Row = dict[str, Any]
 Column = tuple[str, str | Callable[[Any], str]] | Callable[[Mapping[str, Any]], str]
 """A cell's key and format, by a format specification or a function; or a function of the whole row."""
-Columns = Mapping[str, Column]
-"""Title → what stands below it."""
-Text = Callable[[Path], str]
-"""Makes a block's text for a page at this path."""
+Columns = Mapping[str, Column]  # title → what stands below it
+Text = Callable[[Path], str]  # makes a block's text for a page at this path
 
-BLOCKS: dict[tuple[str, str], Text] = {}
-"""A block's kind and name → its text."""
-PICTURES: dict[Path, Maker] = {}
-"""Path in the repository → what draws it."""
+BLOCKS: dict[tuple[str, str], Text] = {}  # a block's kind and name → its text
+PICTURES: dict[Path, Maker] = {}  # path in the repository → what draws it
 
 
 def table(name: str) -> Callable[[Text], Text]:

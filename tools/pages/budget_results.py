@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MODELS = {"decoder": "20 decoder layers", "llama": "a Llama of 16 layers"}
-CHEAP = 1.05
-"""Up to so many times the step, a plan counts as nearly free."""
+CHEAP = 1.05  # up to so many times the step, a plan counts as nearly free
 LLAMA = "Llama-8B's shape"
 LAYERS = "twenty decoder layers of a 7B model"
 DECODER = f"{LAYERS} (hidden 4096), 2 × 4096 tokens, bfloat16"

@@ -167,8 +167,7 @@ MEMORY = {
     OffloadState.OFFLOADED: ("free", "held"),
     OffloadState.RELOADING: ("being written", "held"),
 }
-VERBS = ("start_offload", "release", "start_reload")
-"""From each state to the next."""
+VERBS = ("start_offload", "release", "start_reload")  # from each state to the next
 
 
 def states_figure(*, narrow: bool) -> Figure:

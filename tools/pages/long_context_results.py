@@ -28,10 +28,8 @@ LIMITED = {
     "lora": ("streamed, LoRA", COLORS["recompute"]),
 }
 """Way → its name and its colour."""
-GRAIN = 4096
-"""Lengths that are tried are multiples of so many tokens, or of fewer."""
-HELD = 2 * 2 * 8_030_261_248
-"""Bytes of the shape's weights and gradients."""
+GRAIN = 4096  # lengths that are tried are multiples of so many tokens, or of fewer
+HELD = 2 * 2 * 8_030_261_248  # bytes of the shape's weights and gradients
 
 
 def _lengths() -> list[Row]:

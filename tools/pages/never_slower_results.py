@@ -21,8 +21,7 @@ NAMES = {
 }
 BUDGETS = sorted({*SHARES, *COMPILED_SHARES}, reverse=True)
 """Budgets as parts of the peak with nothing offloaded."""
-CHECKPOINTING = "as checkpointing"
-"""The budget that checkpointing of every layer needs."""
+CHECKPOINTING = "as checkpointing"  # the budget that checkpointing of every layer needs
 
 
 def compared() -> list[Row]:

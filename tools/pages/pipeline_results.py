@@ -11,10 +11,8 @@ from page_text import GB, gib1, ms, percent, torch_of
 
 from benchmarks.pipeline_prediction import HALF, NOTHING, with_predictions
 
-HARDLY_LONGER = 0.02
-"""What the first rank's half may cost in wide models, as the page says."""
-HARDLY_LESS = 0.01
-"""A job that needs less by no more than this needs as much as before."""
+HARDLY_LONGER = 0.02  # what the first rank's half may cost in wide models, as the page says
+HARDLY_LESS = 0.01  # a job that needs less by no more than this needs as much as before
 
 
 class Measured(NamedTuple):

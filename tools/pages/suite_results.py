@@ -20,8 +20,7 @@ from offload.observe.timeline import COLORS, INK, new_figure
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FREE = 5
-"""Of the decoder's layers, as :mod:`offload` simulates it on PCIe Gen5."""
+FREE = 5  # of the decoder's layers, as :mod:`offload` simulates it on PCIe Gen5
 PACKAGES = ("transformers", "trl", "transformer-engine")
 WORKLOADS = {
     "suite_decoder": "decoder",
@@ -31,8 +30,7 @@ WORKLOADS = {
     "suite_long": "long sequence",
 }
 """Block of the benchmarks' page → workload."""
-NOISE = 1.01
-"""Two points of which neither is worse by more than this are taken to be equal."""
+NOISE = 1.01  # two points of which neither is worse by more than this are taken to be equal
 FAMILY_COLORS = {
     "nothing": INK,
     "checkpoint": COLORS["reload"],
