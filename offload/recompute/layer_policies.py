@@ -32,11 +32,8 @@ MOST_WAYS = 64  # so many kinds of input are remembered for a layer
 class LayerPolicies(RegionPolicies):
     """What happens to the regions of one layer: learned once for each kind of input, looked up from then on.
 
-    Args:
-        patterns: Of regions' names; the first that matches decides.
-        layer: The layer, whose submodules give the regions their names.
-        measures: Whether learning also measures what each region costs.
-        planned: What happens to the regions by their numbers, in place of patterns, and the regions of the plan.
+    The layer's submodules give the regions their names. In place of patterns, ``planned`` says what happens to regions
+    by their numbers, and has the regions of that plan.
     """
 
     runs_again = True  # whether the layer's forward runs a second time to recompute

@@ -163,22 +163,17 @@ class LayerMode(TorchDispatchMode):
 
 
 class Learn(LayerMode):
-    """Notes the operations of one forward in a :class:`Trace`, while entered.
-
-    Args:
-        names: Which module computes.
-        known: Storages that are the layer's inputs, parameters, buffers and attributes.
-        clock: Marks points of the compute stream around each operation; ``None`` measures nothing.
-        before_write: Told of a tensor from outside, before an operation writes into it for the first time.
-    """
+    """Notes the operations of one forward in a :class:`Trace`, while entered."""
 
     def __init__(
         self,
         names: ModuleNames,
-        known: Iterable[torch.Tensor],
+        known: Iterable[torch.Tensor],  # the layer's inputs, parameters, buffers and attributes
         *,
-        clock: Clock | None = None,
-        before_write: Callable[[torch.Tensor], None] = lambda _: None,
+        clock: Clock | None = None,  # marks points of the compute stream around each operation
+        before_write: Callable[[torch.Tensor], None] = lambda _: (
+            None
+        ),  # told before a first write into one from outside
     ) -> None:
         super().__init__()
         self.trace = Trace()

@@ -29,13 +29,9 @@ class _Layout(NamedTuple):
 def at_size(
     step: Step, kept: Sequence[torch.Tensor | None], args: Any, kwargs: dict[str, Any]
 ) -> tuple[StepResult, ...] | None:
-    """The results of a learned operation with arguments of another size; ``None`` where they are not known.
+    """The results of a learned operation, which is skipped, for arguments of another size; ``None`` if not known.
 
-    Args:
-        step: The operation, which is skipped.
-        kept: Of each result, what was kept of it, if that is all of it.
-        args: Of this size.
-        kwargs: The same by name.
+    ``kept`` is, for each result, what was kept of it, if that is all of it.
     """
     pairs = list(zip(step.outputs, kept, strict=True))
     made: Any = kept

@@ -61,9 +61,7 @@ def parse_policies(policies: Mapping[str, Policy | str]) -> dict[str, Policy]:
 class RegionPolicies:
     """The policy of each region of a layer, by the regions' names: that of the first pattern that matches, or a plan's.
 
-    Args:
-        patterns: Of regions' names; a region that none matches is kept.
-        measures: Whether learning also measures what each region costs.
+    A region that no pattern matches is kept. Learning also measures what each region costs if it ``measures``.
     """
 
     source: Policy  # what happens to the layer's inputs, which cannot be recomputed

@@ -79,25 +79,16 @@ def on_host(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 def prove_all(
     frame: Frame,
-    way: Way,
-    learn: Learn,
-    originals: Sequence[torch.Tensor],
-    backend: Backend | None,
+    way: Way,  # gets ``forced``, ``differing`` and ``reason``
+    learn: Learn,  # the mode under which forward ran
+    originals: Sequence[torch.Tensor],  # what forward has saved
+    backend: Backend | None,  # measures each operation; ``None`` measures nothing
     *,
-    short: bool,
+    short: bool,  # whether the device has room for the second run only while the originals are on the host
 ) -> tuple[list[float], float] | None:
     """Run the whole layer again and find what differs, and why the layer cannot be run again, if it cannot.
 
-    Args:
-        frame: The forward.
-        way: What was learned of it; gets ``forced``, ``differing`` and ``reason``.
-        learn: The mode under which forward ran.
-        originals: What forward has saved.
-        backend: Measures each operation; ``None`` measures nothing.
-        short: Whether the device has no room for the second run beside the originals, which are on the host meanwhile.
-
-    Returns:
-        The seconds of each operation, and of the whole forward.
+    Returns the seconds of each operation, and of the whole forward, if they are measured.
     """
     trace = way.trace
     plain = [

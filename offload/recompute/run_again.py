@@ -64,18 +64,7 @@ class AllThereError(Exception):
 
 
 class Frame:
-    """One forward of a layer, as far as it is needed to run the layer again. The graph's handles own it.
-
-    Args:
-        layer: The layer.
-        inputs: Its positional and keyword arguments, with places instead of tensors.
-        held: The tensors among the arguments, whether each requires a gradient, and whether operations computed it.
-        state: Of the layer.
-        constants: What counts the changes of tensors that forward reads and that are no inputs and no state.
-        settings: Of PyTorch.
-        random: The states of the generators that the layer may draw from.
-        graph: Lives as long as the graph that holds the frame.
-    """
+    """One forward of a layer, as far as it is needed to run the layer again. The graph's handles own it."""
 
     # Attributes that most forwards leave as they are cost a forward no time.
     replay: SecondRun = NOTHING
@@ -92,13 +81,13 @@ class Frame:
     def __init__(
         self,
         layer: nn.Module,
-        inputs: tuple[Any, Any],
-        held: list[tuple[Held, bool, bool]],
+        inputs: tuple[Any, Any],  # its positional and keyword arguments, with places instead of tensors
+        held: list[tuple[Held, bool, bool]],  # these tensors, whether each requires a gradient, and was computed
         state: LayerState,
-        constants: Iterable[torch.Tensor],
+        constants: Iterable[torch.Tensor],  # count the changes of what forward reads that is no input and no state
         settings: Settings,
-        random: dict[torch.Generator, torch.Tensor],
-        graph: object,
+        random: dict[torch.Generator, torch.Tensor],  # the states of the generators that the layer may draw from
+        graph: object,  # lives as long as the graph that holds the frame
     ) -> None:
         self.layer = layer
         self.inputs: tuple[Any, Any] | None = inputs
@@ -238,10 +227,8 @@ class Frame:
 class SavedCheck:
     """Compares what autograd saves while a layer runs again, and collects the tensors that forward has dropped.
 
-    Args:
-        frame: The forward.
-        hand_over: Whether the layer runs under :class:`HandOver`.
-        to_the_end: Whether the layer runs to its end, also if every dropped tensor is there.
+    The layer runs under :class:`HandOver` if ``hand_over``, and no further than to the last dropped tensor unless
+    ``to_the_end``.
     """
 
     def __init__(self, frame: Frame, *, hand_over: bool, to_the_end: bool = False) -> None:

@@ -16,13 +16,9 @@ from offload.recompute.learn import Step, StepResult, Trace
 
 
 class SecondRun:
-    """What the second run of a layer does.
+    """What the second run of a layer does to recompute the saved tensors with the ``dropped`` numbers.
 
-    Args:
-        trace: What was learned of the layer.
-        dropped: Numbers of the saved tensors that are recomputed.
-        draws: Whether random numbers may be drawn again.
-        skips: Whether operations may be skipped; views always run.
+    Random numbers are drawn again only if it ``draws``, and operations are skipped only if it ``skips``; views run.
     """
 
     def __init__(self, trace: Trace, dropped: Iterable[int], *, draws: bool = True, skips: bool = True) -> None:

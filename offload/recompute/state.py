@@ -223,20 +223,13 @@ class LayerState:
 
     def learn(
         self,
-        before: Snapshot,
-        clones: Mapping[int, torch.Tensor],
-        was_read: Callable[[torch.Tensor], bool],
+        before: Snapshot,  # the state when forward began; gets the ``clones``
+        clones: Mapping[int, torch.Tensor],  # what forward has written into, as it was before, by address
+        was_read: Callable[[torch.Tensor], bool],  # whether an operation has read or written a tensor
         *,
-        may_change: bool,
+        may_change: bool,  # whether another forward may write into what this one reads, as its way depends on data
     ) -> str | None:
-        """See what one forward has changed; why it must not run again, if it must not.
-
-        Args:
-            before: The state when forward began; gets the ``clones``.
-            clones: What forward has written into, as it was before, by address.
-            was_read: Whether an operation has read or written a tensor.
-            may_change: Whether the operations depend on data: another forward may write into what this one reads.
-        """
+        """See what one forward has changed; why it must not run again, if it must not."""
         self._cloned, self._forgotten, self._read = [], [], []
         now = self._now()
         for place, value in before.items():

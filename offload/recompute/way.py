@@ -245,10 +245,7 @@ def names_of(trace: Trace) -> dict[int, str]:
 def list_regions(way: Way, seconds: Sequence[float], forward_s: float) -> tuple[RegionProfile, ...]:
     """The layer's inputs, the regions that autograd saves, and those that lead to them, in the order of forward.
 
-    Args:
-        way: What was learned.
-        seconds: Of each operation.
-        forward_s: Seconds of the whole forward, for what was computed unseen.
+    Each operation took its ``seconds``, and the whole forward ``forward_s``, which what was computed unseen has.
     """
     trace, zone, storages = way.trace, way.trace.zone, way.trace.storages
     movable = list(dict.fromkeys(one.storage for one in trace.saved if one.storage is not None and one.movable))
