@@ -15,8 +15,7 @@ import os
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 
 import torch
 from torch import nn
@@ -39,7 +38,6 @@ from offload.device.select import get_backend
 from offload.host.page_locked import page_locked
 
 GB = 1e9
-
 
 CASES = {"few": (1, 2048, 0), "many": (4, 4096, 40)}
 """Batch, tokens, and how many layers' inputs are offloaded, where the link binds and where compute binds."""
@@ -88,45 +86,24 @@ class Stack(nn.Module):
 
     def moved_bytes(self) -> tuple[int, int]:
         """Bytes of activations that were offloaded and reloaded so far."""
-        if not isinstance(self.context, offload.OffloadContext):
-            return 0, 0
         stats = self.context.stats()
         return stats.offloaded_bytes, stats.reloaded_bytes
 
     def measure(self, *, warmup: int, repeats: int) -> Row:
         """Seconds of both phases, from an idle device to an idle device, and those of the median step."""
-        times: dict[str, list[float]] = {"forward_s": [], "backward_s": []}
-        for number in range(warmup + repeats):
+        backend, steps = get_backend(self.device), list[list[float]]()
+        for _ in range(warmup + repeats):
             self.clear()
             synchronize(self.device)
-            begin = time.perf_counter()
+            marks = [backend.mark()]
             loss = self(self.x)
-            reached = _mark(self.device)
+            marks.append(backend.mark())
             loss.backward()
-            synchronize(self.device)
-            end = time.perf_counter()
-            if number >= warmup:
-                forward_s = reached(begin)
-                times["forward_s"].append(forward_s)
-                times["backward_s"].append(end - begin - forward_s)
+            marks.append(backend.mark())
+            steps.append(backend.seconds(pairwise(marks)))
+        times = dict(zip(("forward_s", "backward_s"), map(list, zip(*steps[warmup:], strict=True)), strict=True))
         phases = {phase: statistics.median(some) for phase, some in times.items()}
-        return phases | {"step_s": statistics.median(map(sum, zip(*times.values(), strict=True))), "times": times}
-
-
-def _mark(device: torch.device) -> Callable[[float], float]:
-    """When compute reaches this point of the program: a function from a host time to the seconds since then."""
-    if device.type == "cpu":
-        now = time.perf_counter()
-        return lambda begin: now - begin
-    reached, idle = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    reached.record()
-
-    def since(begin: float) -> float:
-        idle.record()
-        idle.synchronize()
-        return time.perf_counter() - begin - reached.elapsed_time(idle) / 1e3
-
-    return since
+        return phases | {"step_s": statistics.median(map(sum, steps[warmup:])), "times": times}
 
 
 def copy_s(device: torch.device, nbytes: int, h2d: int, d2h: int) -> float:
