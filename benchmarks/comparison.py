@@ -37,15 +37,6 @@ class Comparison:
     """The ways to train one model: each is measured by itself, and then they take turns.
 
     A GPU at its power limit changes its clocks from step to step, by some percent, depending on what ran before.
-
-    Args:
-        model: The model.
-        device: Where it is.
-        settle: Steps of each way that come before those that are measured.
-        steps: In a row, of which each time is the mean.
-        times: How many are taken in a turn.
-        least_s: How many seconds they take at least: a host that is busy for a moment must not decide.
-        gradients: Whether the gradients of the ways are compared.
     """
 
     def __init__(
@@ -53,11 +44,11 @@ class Comparison:
         model: Model,
         device: torch.device,
         *,
-        settle: int = 0,
-        steps: int = 1,
-        times: int = 2,
-        least_s: float = 0.0,
-        gradients: bool = True,
+        settle: int = 0,  # steps of each way that come before those that are measured
+        steps: int = 1,  # in a row, of which each time is the mean
+        times: int = 2,  # that are taken in a turn
+        least_s: float = 0.0,  # that they take at least: a host that is busy for a moment must not decide
+        gradients: bool = True,  # whether the gradients of the ways are compared
     ) -> None:
         self.model, self.device, self.gradients = model, device, gradients
         self.settle, self.steps, self.times, self.least_s = settle, steps, times, least_s

@@ -67,19 +67,17 @@ class Long(Llama):
 
 
 class Benchmark:
-    """The rows of one run.
-
-    Args:
-        device: Where they run.
-        record: Of the run: a profile that is in it is not made again.
-        small: With a small model, for a CPU.
-        host: The most pinned memory, in bytes.
-        seconds: After so many seconds, a search for the longest context tries no more.
-        whole_s: What it has found is tried with whole attention, if that should take no more seconds.
-    """
+    """The rows of one run."""
 
     def __init__(
-        self, device: torch.device, record: Row, *, small: bool, host: int, seconds: float, whole_s: float
+        self,
+        device: torch.device,
+        record: Row,  # of the run: a profile that is in it is not made again
+        *,
+        small: bool,
+        host: int,  # the most pinned memory, in bytes
+        seconds: float,  # after so many, a search for the longest context tries no more
+        whole_s: float,  # what was found is tried with whole attention, if that should take no more seconds
     ) -> None:
         self.device, self.small, self.host, self.seconds, self.whole_s = device, small, host, seconds, whole_s
         self.record = record

@@ -23,11 +23,7 @@ BLOCKS = (4096, 1024)  # tokens of a block, the first size that divides the leng
 class Lengths:
     """Which length to try next. Memory grows by the same for each token, so two that pass tell where it ends.
 
-    Args:
-        limit_bytes: The device's memory.
-        first: The length to begin with, and then twice of it.
-        grain: Lengths are multiples of so many tokens.
-        most: No length above is tried.
+    The ``first`` length is the first that is tried, and then twice of it; all are multiples of ``grain``.
     """
 
     def __init__(self, limit_bytes: int, first: int, grain: int, most: int) -> None:
@@ -97,10 +93,7 @@ def attention_s(shape: dict[str, Any], tokens: int, device: torch.device) -> tup
 def search(attempt: Callable[[int], Row | None], lengths: Lengths, seconds: float) -> Row:
     """Try lengths until the longest is known, or so many seconds are over; the row of the longest.
 
-    Args:
-        attempt: Runs a step of so many tokens. What it took, ``None`` if there was not enough memory.
-        lengths: What to try.
-        seconds: After them no more is tried.
+    ``attempt`` runs a step of so many tokens, and tells what the step took, or ``None`` if it lacked memory.
     """
     begin = time.perf_counter()
     tried: dict[int, float | None] = {}

@@ -35,24 +35,16 @@ SMALL = {
 
 
 class Model:
-    """A model on a device.
-
-    Args:
-        module: Holds the parameters.
-        layers: What forward calls in turn, and a library that offloads is given.
-        loss: One forward.
-        inputs: What else requires a gradient.
-        has_gradients: Whether the gradients are there before the first step.
-    """
+    """A model on a device."""
 
     def __init__(
         self,
         module: nn.Module,
-        layers: Sequence[nn.Module],
-        loss: Callable[[], torch.Tensor],
-        inputs: tuple[torch.Tensor, ...] = (),
+        layers: Sequence[nn.Module],  # what forward calls in turn, and a library that offloads is given
+        loss: Callable[[], torch.Tensor],  # one forward
+        inputs: tuple[torch.Tensor, ...] = (),  # what else requires a gradient
         *,
-        has_gradients: bool = True,
+        has_gradients: bool = True,  # whether the gradients are there before the first step
     ) -> None:
         self.module, self.layers, self.loss = module, list(layers), loss
         self.checkpoints = len(self.layers)  # how many of the layers are checkpointed

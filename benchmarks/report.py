@@ -49,12 +49,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 class Record:
-    """What a command measures, in a file that is whole after each row.
-
-    Args:
-        arguments: Of the command line.
-        device: Where it is measured.
-        facts: What else the record says.
+    """What a command measures, in a file that is whole after each row; ``facts`` are what else the record says.
 
     Raises:
         ValueError: The rows that ``--merge`` is to keep are from another GPU or PyTorch.

@@ -126,13 +126,8 @@ def with_runs(
 ) -> list[Row]:
     """Rows as people read them, with a last column that says when each was measured, if they are of several runs.
 
-    Of several runs of one day, which is in the table's sentence, it has the commits.
-
-    Args:
-        shown: The rows of a table.
-        rows: What was measured, row by row.
-        record: Where that is from.
-        among: Rows that stand in the table's sentences or other cells, and count as well.
+    Of several runs of one day, which is in the table's sentence, it has the commits. ``shown`` are the rows of a table,
+    ``rows`` what was measured, ``among`` rows in the table's sentences or other cells, which count as well.
     """
     runs = {run_of(row, record) for row in [*rows, *among]}
     if len(runs) == 1:
