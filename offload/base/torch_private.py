@@ -59,7 +59,7 @@ _constant = functools.partial(_find, called=False)  # where PyTorch lacks it, th
 
 _top_hooks, _pop_hooks = (_find(f"_C._autograd._{what}_saved_tensors_default_hooks") for what in ("top", "pop"))
 this_backward = _find("_C._current_graph_task_id")  # the number of the innermost that runs a node here; -1 outside
-_executes = _find("_C._will_engine_execute_node")
+_executes, _node_at_work = _find("_C._will_engine_execute_node"), _find("_C._current_autograd_node")
 _proxy_mode, _count_modes = _find("fx.experimental.proxy_tensor.get_proxy_mode"), _find("_C._len_torch_dispatch_stack")
 _tracing, _fx_traces = _find("_C._get_tracing_state"), _find("fx._symbolic_trace.is_fx_symbolic_tracing")
 _transforms = _find("_C._functorch.get_interpreter_stack")
@@ -68,8 +68,7 @@ _pop_mode, _push_mode = _find("utils._python_dispatch._pop_mode"), _find("utils.
 _exclude, _set_excluded = _find("_C._ExcludeDispatchKeyGuard"), _find("_C._SetExcludeDispatchKeyGuard")
 _COUNTING = _constant("_C.DispatchKey.ADInplaceOrView")
 _uses, _set_eval_frame = _find("_C._storage_Use_Count"), _find("_C._dynamo.eval_frame.set_eval_frame")
-_RULES = "torch._dynamo.trace_rules"
-_HONOURS = "offload: a policy's *_CPU_OFFLOAD is honoured"
+_RULES, _HONOURS = "torch._dynamo.trace_rules", "offload: a policy's *_CPU_OFFLOAD is honoured"
 COMPILED_CALL, ORIGINAL, RUNS_COMPILED = "_compiled_call_impl", "_orig_mod", "_TorchDynamoContext."
 _patching = threading.Lock()
 
@@ -83,7 +82,6 @@ why_no_hooks = _find("_C._autograd._saved_tensors_hooks_get_disabled_error_messa
 """PyTorch's own words if it allows no hooks on saved tensors here, as inside ``torch.func.grad``."""
 next_node = _find("_C._autograd._get_sequence_nr")  # its number; nodes made earlier in this thread have lower ones
 keeps_graph = _find("_C._autograd._get_current_graph_task_keep_graph")  # whether backward has retain_graph=True
-_node_at_work = _find("_C._current_autograd_node")
 keep_versions = _find("autograd._unsafe_preserve_version_counter")  # a context that undoes changes of a version
 CAST_NODE = _constant("_C._functions.ToCopyBackward0")  # the node of ``Tensor.to``, which autocast calls on a parameter
 RESHAPED_NODE = _constant("_C._functions.UnsafeViewBackward0")  # it gives a matrix product's result its shape
@@ -226,6 +224,8 @@ attention_kernels = [_find(f"_C._get_{kind}_sdp_enabled") for kind in ("flash", 
 address_of: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
 """What tells a storage from all others while it lives: the address of PyTorch's own object."""
 negated = _find("_neg_view")  # a tensor with its elements' other sign
+refuse_access: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)  # builds for the CPU lack it
+"""Lets whatever asks for the memory of a storage, given by its address, raise an error with the given text."""
 raw_stream = _find("_C._cuda_getCurrentRawStream")  # the handle of the current stream of a device, given by its index
 spin = _find("cuda._sleep")  # keeps the current stream busy for so many cycles
 

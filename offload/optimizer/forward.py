@@ -4,7 +4,8 @@ A program has many ways to read a parameter, so the parameter itself tells. Unti
 class is one whose ``__torch_function__`` PyTorch calls in place of any of its functions, whoever calls them. There
 compute waits for the parameter's chunk, and the parameter gets its class back. So does its gradient, which steps read.
 
-Code in C++ that asks no function of PyTorch reads NaN, and no number of the last step. Where another tensor has the
+Code in C++ that asks no function of PyTorch gets an error in place of the memory of an unread parameter or gradient;
+PyTorch built for the CPU alone cannot refuse the access, and there such code reads NaN. Where another tensor has the
 memory, and where code is compiled, ``step()`` itself lets compute wait, and a replay of a CUDA graph waits for all.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +22,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from offload.base.torch_private import (
+    address_of,
     before_unseen_reads,
     leave_to_interpreter,
     owners_of,
+    refuse_access,
     tree_leaves,
     without_torch_function,
 )
@@ -32,6 +36,11 @@ from offload.optimizer.chunks import ChunkStepper, StepWait
 from offload.optimizer.proof import OWN
 
 _tensor: Any = torch.Tensor
+REFUSED = (
+    "a parameter and its gradient must be given to PyTorch's functions, which wait for the step that "
+    "overlap_forward=True runs beside the next forward, but other code asks for the memory of one; call synchronize() "
+    "of the streamed optimizer's handle first."
+)
 _SET_GRADIENT = _tensor.grad.__set__
 _READ_NO_NUMBER = {_tensor.grad.__get__, _tensor.requires_grad.__get__}  # zero_grad() and clipping call them
 
@@ -65,8 +74,8 @@ class _Step(NamedTuple):
     """What a step uses beside the program, until ``event``."""
 
     parameter: Any
-    data: torch.Tensor  # of the parameter
     gradient: Any
+    data: tuple[torch.Tensor, torch.Tensor]  # of both
     event: Event
 
 
@@ -121,11 +130,13 @@ class ForwardSteps:
 
     def _restore(self, step: _Step) -> None:
         """Let parameter and gradient be what they were. An interrupt leaves what is not done yet to the next call."""
-        if type(step.parameter) is UnreadParameter:
-            with without_torch_function():
-                step.parameter.data = step.data
-        step.parameter.__class__, step.gradient.__class__ = nn.Parameter, torch.Tensor
-        for one in (step.parameter, step.gradient):
+        pair = step.parameter, step.gradient
+        for one, own, data in zip(pair, (nn.Parameter, torch.Tensor), step.data, strict=True):
+            if type(one) is not own:
+                with without_torch_function():
+                    one.data = data
+                one.__class__ = own
+        for one in pair:
             self._unread.pop(one, None)
 
     def step(self, left: Sequence[tuple[int, torch.Tensor]]) -> None:
@@ -163,11 +174,12 @@ class ForwardSteps:
         gradient, event = parameter.grad, self._stepper.store.of(parameter).stepped
         if event is None or type(gradient) is not torch.Tensor:
             return False
-        step = _Step(parameter, parameter.data, gradient, event)
+        step = _Step(parameter, gradient, (parameter.data, gradient.data), event)
         self._unread[parameter] = self._unread[gradient] = step
         step.parameter.__class__, step.gradient.__class__ = UnreadParameter, UnreadGradient
-        with without_torch_function():
-            parameter.data = step.data.new_full((), torch.nan).expand(step.data.shape)
+        for one, data in zip((parameter, gradient), step.data, strict=True):
+            with without_torch_function():
+                one.data = _nothing(data.dtype, data.device).expand(data.shape)
         return True
 
     def _sees_all(self) -> bool:
@@ -175,6 +187,16 @@ class ForwardSteps:
         options = [vars(self._stepper.optimizer), *self._stepper.optimizer.param_groups]
         found = [value for one in options for key, value in one.items() if key not in OWN | {"params"}]
         return before_unseen_reads(_join_all) and not any(isinstance(one, torch.Tensor) for one in tree_leaves(found))
+
+
+@cache
+@torch.inference_mode(mode=False)
+def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What parameters and gradients of a kind have for numbers while they are unread."""
+    nothing = torch.full((), torch.nan, dtype=dtype, device=device)
+    if refuse_access is not None:
+        refuse_access(address_of(nothing.untyped_storage()), REFUSED)
+    return nothing
 
 
 def _is_alone(parameter: torch.Tensor) -> bool:

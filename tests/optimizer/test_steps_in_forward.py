@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -14,6 +15,7 @@ from models import assert_same
 from torch import nn
 from training import Training, adamw, batch, build, loss_of, resident, stream
 
+from offload.base.torch_private import refuse_access
 from offload.device.cuda import CaptureError
 from offload.optimizer.chunks import StepWait
 
@@ -194,11 +196,33 @@ def test_code_is_compiled_when_no_parameter_is_unread(reset: bool, lab: Lab) -> 
     assert late.handle.stats().forward_parameters == 3
 
 
-def test_what_asks_no_function_reads_nan(lab: Lab) -> None:
+def scripted(late: Late) -> Callable[[], torch.Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated by later versions of PyTorch
+        run = torch.jit.script(late.layer)
+    return lambda: run(torch.eye(8, device=late.lab.device))
+
+
+def transformed(late: Late) -> Callable[[], torch.Tensor]:
+    return lambda: torch.func.grad(lambda weight: weight.square().sum())(late.weight)
+
+
+def exported_gradient(late: Late) -> Callable[[], torch.Tensor]:
+    return lambda: torch.from_dlpack(torch.utils.dlpack.to_dlpack(late.weight.grad))
+
+
+@pytest.mark.parametrize("begin", [scripted, transformed, exported_gradient])
+def test_what_asks_no_function_is_refused(begin: Any, lab: Lab) -> None:
     late = Late(lab)
+    read = begin(late)
     late.step()
-    assert torch.func.grad(lambda weight: weight.square().sum())(late.weight).isnan().all()
+    if refuse_access is None:  # PyTorch was built for the CPU alone
+        assert read().isnan().all()
+    else:
+        with pytest.raises(RuntimeError, match=r"call synchronize\(\) of the streamed optimizer's handle first"):
+            read()
     assert late.read(READERS["a layer"])
+    assert (late.weight.grad == 1.0).all()
 
 
 def test_graphs(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +233,7 @@ def test_graphs(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(type(lab.backend), "capturing", True)
         with pytest.raises(CaptureError, match=r"call synchronize\(\) of the handle first"):
             late.layer(torch.eye(8, device=lab.device))
-    data = late.handle._forward._unread[late.weight].data
+    data = late.handle._forward._unread[late.weight].data[0]
     with suppress(AttributeError, TypeError):
         torch.cuda.CUDAGraph.replay(object())
     assert late.read(lambda _: data)
