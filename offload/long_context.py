@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -137,9 +136,7 @@ def chunked_cross_entropy(
         weight: The weight of the head, of shape ``(vocabulary, width)``.
         labels: Class numbers, of the shape of ``hidden`` without its last dimension.
         bias: The bias of the head, of shape ``(vocabulary,)``.
-        chunk_tokens: How many tokens have logits at once; 2,048 by default. If ``liger_kernel`` is installed and no
-            number is given, CUDA runs its fused kernel where ``hidden`` requires a gradient: faster, with chunks of its
-            own, the gradient of logits in their dtype, and two waits for the device.
+        chunk_tokens: How many tokens have logits at once; 2,048 by default.
         ignore_index: The label of tokens that do not count.
         num_items: The divisor of the sum over tokens, as Hugging Face's trainer passes ``num_items_in_batch``; by
             default the number of tokens that count, which gives their mean.
@@ -153,29 +150,21 @@ def chunked_cross_entropy(
         raise ValueError(f"bias must have shape {tuple(weight.shape[:1])}, got {tuple(bias.shape)}")
     if labels.shape != hidden.shape[:-1]:
         raise ValueError(f"labels must have shape {tuple(hidden.shape[:-1])}, got {tuple(labels.shape)}")
+    check_int("chunk_tokens", tokens := 2048 if chunk_tokens is None else chunk_tokens, least=1)
     labels, hidden = labels.to(hidden.device).reshape(-1), hidden.reshape(-1, hidden.shape[-1])
-    total: Tensor = _sum_of_losses(hidden, weight, bias, labels, chunk_tokens, ignore_index)
-    items = (labels != ignore_index).sum() if num_items is None else num_items
-    return total / (items.to(total.device, non_blocking=True) if isinstance(items, Tensor) else items)
-
-
-def _sum_of_losses(hidden: Tensor, weight: Tensor, bias: Any, labels: Tensor, given: int | None, ignored: int) -> Any:
-    check_int("chunk_tokens", tokens := 2048 if given is None else given, least=1)
-    if given is None and hidden.is_cuda and hidden.requires_grad and find_spec("liger_kernel"):
-        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy as fused
-
-        options = {"ignore_index": ignored, "reduction": "sum", "accum_dtype": torch.float32}
-        return fused(hidden, weight, labels, bias, **options)
     chunks, precise = max(1, -(-len(labels) // tokens)), torch.promote_types(hidden.dtype, torch.float32)
 
     def loss_of(chunk: Tensor, weight: Tensor, bias: Any, labels: Tensor) -> Tensor:
         logits = F.linear(chunk, weight, bias).to(precise)
-        return F.cross_entropy(logits, labels, ignore_index=ignored, reduction="sum")
+        return F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum")
 
     if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (hidden, weight, bias)):
-        return _ChunkedLoss.apply(hidden, weight, bias, labels.tensor_split(chunks), loss_of)
-    pairs = zip(hidden.tensor_split(chunks), labels.tensor_split(chunks), strict=True)
-    return sum(loss_of(chunk, weight, bias, part) for chunk, part in pairs)
+        total: Tensor = _ChunkedLoss.apply(hidden, weight, bias, labels.tensor_split(chunks), loss_of)
+    else:
+        pairs = zip(hidden.tensor_split(chunks), labels.tensor_split(chunks), strict=True)
+        total = sum((loss_of(chunk, weight, bias, part) for chunk, part in pairs), hidden.new_zeros((), dtype=precise))
+    items = (labels != ignore_index).sum() if num_items is None else num_items
+    return total / (items.to(total.device, non_blocking=True) if isinstance(items, Tensor) else items)
 
 
 class _ChunkedLoss(torch.autograd.Function):

@@ -1,8 +1,5 @@
 """The loss in chunks is the loss of whole logits, in float64 to 1e-12, and keeps nothing of their size."""
 
-import sys
-from importlib.machinery import ModuleSpec
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -207,35 +204,6 @@ def test_hooks_of_a_weight_run_once_on_the_sum() -> None:
     found = [leaf.grad for leaf in leaves]
     assert sorted(calls) == sorted(leaf.shape for leaf in leaves)
     close(found, list(torch.autograd.grad(whole(hidden, weight, labels, bias=bias), leaves)))
-
-
-def test_ligers_kernel_is_called_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-
-    def fused(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: Any = None, **named: Any) -> Any:
-        """Liger's first four arguments may be called by place; all others have these names."""
-        asked.append(named.pop("accum_dtype"))
-        assert named.keys() <= {"ignore_index", "label_smoothing", "reduction", "softcap"}
-        return F.cross_entropy(F.linear(x, weight, bias), target, **named)
-
-    package = ModuleType("liger_kernel")
-    monkeypatch.setitem(sys.modules, "liger_kernel", package)
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", package)
-    functional = SimpleNamespace(liger_fused_linear_cross_entropy=fused)
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", functional)  # type: ignore[arg-type]  # in place of a module
-    package.__spec__ = ModuleSpec("liger_kernel", None)
-    hidden, weight, labels, bias = inputs(bias=True)
-    chunked_cross_entropy(hidden, weight, labels, bias=bias)
-    assert not asked  # only on CUDA
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    close(
-        chunked_cross_entropy(hidden, weight, labels, bias=bias, num_items=17),
-        whole(hidden, weight, labels, bias=bias, reduction="sum") / 17,
-    )
-    assert asked == [torch.float32]
-    chunked_cross_entropy(hidden, weight, labels, chunk_tokens=5)  # which is ours
-    chunked_cross_entropy(hidden.detach(), weight, labels)
-    assert len(asked) == 1
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
