@@ -11,7 +11,7 @@ from torch import nn
 from offload.activations.context import DEFAULT_MIN_BYTES, OffloadContext
 from offload.activations.module_hooks import HookedLayers, OffloadListener
 from offload.activations.stats import OffloadStats
-from offload.base.checks import check_int, parse_budget
+from offload.base.checks import check_int, check_type, parse_budget
 from offload.base.layer_events import Handle, check_layers, compute_device
 from offload.base.torch_private import is_compiled
 from offload.measuring.follow_compiled import follow_plan
@@ -20,7 +20,7 @@ from offload.measuring.watch_plan import WatchedPlan
 from offload.planning.plan import Plan
 from offload.recompute.layer_policies import LayerPolicies
 from offload.recompute.policies import Policy, parse_policies
-from offload.schedule.schedule import HasSchedule, Schedule, check_schedule, schedule_of
+from offload.schedule.schedule import Schedule, check_schedule
 
 DEFAULT_NUM_LAYERS = 4
 
@@ -79,7 +79,7 @@ def offload_layers(
     num_layers: int | None = None,
     *,
     schedule: Schedule | None = None,
-    plan: HasSchedule | None = None,
+    plan: Plan | None = None,
     min_bytes: int | str = DEFAULT_MIN_BYTES,
     device: torch.device | str | int | None = None,
     max_host_bytes: int | str | None = None,
@@ -103,9 +103,9 @@ def offload_layers(
         num_layers: How many to offload, the first ones; at most ``len(layers) - 1``. By default 4, or all layers but
             the last of fewer than 5.
         schedule: A schedule of your own over ``len(layers)`` layers, on one device, in place of the default one.
-        plan: The result of :func:`offload.plan`, with its policies of regions where it has some, or anything else
-            with a ``schedule``; in place of ``num_layers``. It is followed as it is. On the CPU, a warning says if it
-            breaks its budget; ``memory_budget`` alone measures what a step needs, and corrects its plan.
+        plan: The result of :func:`offload.plan`, with its policies of regions where it has some, in place of
+            ``num_layers``. It is followed as it is. On the CPU, a warning says if it breaks its budget;
+            ``memory_budget`` alone measures what a step needs, and corrects its plan.
         min_bytes: Storages smaller than this are kept on the device; bytes, or a text such as ``"1MiB"``.
         device: The device whose activations are offloaded; by default the one that the layers' parameters are on, or
             where they compute if their weights are streamed. Call ``offload_layers`` once for the layers of each
@@ -157,15 +157,15 @@ def offload_layers(
         regions = [LayerPolicies(patterns, layer) for layer in modules]
     context = OffloadContext(schedule, len(modules), policies=regions, **given)
     # Hooks inside of a compiled call cannot count memory: they must not change the dispatch modes.
-    if isinstance(plan, Plan) and context.backend.device.type == "cpu" and not is_compiled(modules[0]):
+    if plan is not None and context.backend.device.type == "cpu" and not is_compiled(modules[0]):
         return OffloadedLayers(WatchedPlan(modules, context, plan), plan)
-    return OffloadedLayers(HookedLayers(modules, context), plan if isinstance(plan, Plan) else None)
+    return OffloadedLayers(HookedLayers(modules, context), plan)
 
 
 def check_choice(
     num_layers: int | None = None,
     schedule: Schedule | None = None,
-    plan: HasSchedule | None = None,
+    plan: Plan | None = None,
     policies: Mapping[str, Policy | str] | None = None,
     memory_budget: int | str | None = None,
 ) -> Schedule | None:
@@ -189,7 +189,8 @@ def check_choice(
         for name, value in (("schedule", schedule), ("policies", policies)):
             if value is not None:
                 raise ValueError(f"{name} and plan exclude each other; give one.")
-        return schedule_of("plan", plan, "what offload.plan returns, or anything else with a Schedule")
+        check_type("plan", plan, Plan, "what offload.plan returns")
+        return plan.schedule
     if policies is not None:
         parse_policies(policies)
     return schedule
@@ -208,12 +209,11 @@ def _device_of(modules: Sequence[nn.Module]) -> torch.device | None:
     return next(iter(accelerators or devices), None)
 
 
-def _planned(plan: Any, modules: Sequence[nn.Module]) -> list[LayerPolicies | None]:
-    """The policies of a plan, if it has any: a schedule alone is a plan, too."""
-    found = list(getattr(plan, "policies", ()))
-    if not any(found):
+def _planned(plan: Plan, modules: Sequence[nn.Module]) -> list[LayerPolicies | None]:
+    """The policies of a plan, if it has any."""
+    if not any(plan.policies):
         return []
     return [
         None if one is None else LayerPolicies({"*": Policy.OFFLOAD}, layer, planned=(one, planned.regions))
-        for layer, one, planned in zip(modules, found, plan.profile.layers, strict=True)
+        for layer, one, planned in zip(modules, plan.policies, plan.profile.layers, strict=True)
     ]

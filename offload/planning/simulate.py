@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
+from offload.base.checks import check_type
 from offload.observe.timeline import COPY_LANES, LANES, Kind, Lane, Span, Timeline, merged
 from offload.planning.layer_costs import LayerPieces, inputs_of, layer_pieces, saved_of
 from offload.planning.profile import LayerProfile, Link, Profile, check_link, check_profile
 from offload.recompute.costs import LayerPolicy
-from offload.schedule.schedule import HasSchedule, Point, Schedule, backward, schedule_of
+from offload.schedule.schedule import HasSchedule, Point, Schedule, backward
 
 
 class Interlude(NamedTuple):
@@ -61,7 +62,8 @@ def simulate(
     if not isinstance(schedule, Schedule):
         if policies is None:
             policies = getattr(schedule, "policies", None)
-        schedule = schedule_of("schedule", schedule, "a Schedule, such as Schedule.default(4, 32), or a plan")
+        check_type("schedule", schedule, HasSchedule, "a Schedule, such as Schedule.default(4, 32), or a plan")
+        schedule = schedule.schedule
     check_profile(profile)
     check_link(link)
     if len(profile.layers) != schedule.model_layers:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from offload.base.checks import check_int, check_type, describe, warn_caller
 
@@ -262,20 +262,13 @@ def _group(pairs: Iterable[tuple[Point, int]]) -> dict[Point, tuple[int, ...]]:
     return {point: tuple(layers) for point, layers in groups.items()}
 
 
+@runtime_checkable
 class HasSchedule(Protocol):
     """A plan, or anything else that carries a schedule."""
 
     @property
     def schedule(self) -> Schedule:
         """The schedule."""
-
-
-def schedule_of(name: str, value: object, expected: str) -> Schedule:
-    """The schedule that a plan carries, or a ``TypeError`` that says what was ``expected`` in place of ``value``."""
-    found = getattr(value, "schedule", None)
-    if not isinstance(found, Schedule):
-        raise TypeError(f"{name} must be {expected}, got {describe(value)}")
-    return found
 
 
 def check_schedule(value: object) -> None:

@@ -76,11 +76,11 @@ def test_schedule_of_ones_own(device: torch.device) -> None:
     layers, x = build("decoder", 3, device)
     schedule = Schedule.from_synchronization_dict({1: (True, 2, False, 1)}, 3)
     expected = step_gradients(layers, x)
-    plan = SimpleNamespace(schedule=schedule)  # anything that has one
+    plan = SimpleNamespace(schedule=schedule)
     with pytest.raises(ValueError, match="schedule and plan exclude each other"):
         handle_for(layers, None, plan=plan, schedule=schedule)
-    with handle_for(layers, None, plan=plan, moves=False) as handle:
-        assert handle.schedule is schedule
+    with pytest.raises(TypeError, match=r"plan must be what offload\.plan returns"):
+        handle_for(layers, None, plan=plan)
     with handle_for(layers, None, schedule=schedule) as handle:
         assert handle.schedule is schedule
         assert_same(expected, step_gradients(layers, x))
