@@ -19,7 +19,7 @@ def find_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
     lists = {name: part for name, part in _containers(model).items() if isinstance(part, nn.ModuleList)}
     inner = {part for outer in _containers(model).values() for part in outer.modules() if part is not outer}
     found = {name: part for name, part in lists.items() if len(part) > 1 and part not in inner}
-    return {name: part for name, part in found.items() if any(map(_has_parts, part))} or found
+    return {name: part for name, part in found.items() if any([*one.children()] for one in part)} or found
 
 
 def find_layers(
@@ -44,10 +44,6 @@ def find_layers(
 def _containers(model: nn.Module) -> dict[str, nn.ModuleList | nn.Sequential]:
     kinds = (nn.ModuleList, nn.Sequential)
     return {name: part for name, part in model.named_modules() if name and isinstance(part, kinds)}
-
-
-def _has_parts(layer: nn.Module) -> bool:
-    return any(True for _ in layer.children())
 
 
 class InTurn(LayerListener):

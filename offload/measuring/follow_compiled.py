@@ -307,8 +307,7 @@ class FollowCompiledPlan(FollowPlan):
         options: Mapping[str, Any] | None,  # of torch.compile for all layers; ``None``: each as it is compiled
         **others: Any,
     ) -> None:
-        self._forwards: list[CompiledForward | None] = []  # of each layer, what runs it at a level, if it has levels
-        self._whole: list[CompiledForward] = []  # what runs layers that have no levels, and are compiled as a whole
+        self._forwards: list[CompiledForward | None] = []  # of each layer, what runs it compiled, if anything does
         self._logged: set[str] = set()
         self._seconds: defaultdict[Hashable, list[Mapping[Level, float]]] = defaultdict(list)
         """What layers of each kind that were timed take at each level."""
@@ -363,14 +362,12 @@ class FollowCompiledPlan(FollowPlan):
 
     def _give_up(self, number: int, layer: nn.Module, forward: CompiledForward, error: NotCompiledError) -> None:
         """A layer has no levels: it has the policies of other layers, and is compiled as a whole if it can be."""
-        self._forwards[number] = None
         if forward.asked and not error.compiles:
             forward.remove()
             instead = "it is not compiled"
         else:
             # It stands in place of forward. Hooks inside of the compiled call could not change the dispatch modes.
             forward.level = Level.ALL
-            self._whole.append(forward)
             instead = "it is recomputed as a whole"
         level = logging.WARNING if forward.asked else logging.INFO
         self._log(level, number, f"({type(layer).__name__}) has no compiled regions, so that {instead}: {error}")
@@ -396,7 +393,7 @@ class FollowCompiledPlan(FollowPlan):
         self.context.follow(learning_schedule(len(self._layers)), followed)
 
     def _put_back(self) -> None:
-        for forward in (*self._forwards, *self._whole):
+        for forward in self._forwards:
             if forward is not None:
                 forward.remove()
 

@@ -22,7 +22,6 @@ Lane = Literal["compute", "d2h", "h2d"]
 Kind = Literal["forward", "backward", "recompute", "other", "stall", "late", "offload", "reload"]
 LANES: tuple[Lane, ...] = get_args(Lane)
 COPY_LANES: tuple[Lane, ...] = ("d2h", "h2d")
-WAITING: tuple[Kind, ...] = ("stall", "late")
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ class Timeline:
 
     def busy_s(self, *lanes: Lane) -> float:
         """Seconds in which the stream, or one of several, did something; waiting does not count."""
-        return covered_s(span for span in self.spans if span.lane in lanes and span.kind not in WAITING)
+        return covered_s(span for span in self.spans if span.lane in lanes and span.kind not in ("stall", "late"))
 
     def copied_bytes(self, lane: Lane) -> int:
         """Bytes that the stream copied."""

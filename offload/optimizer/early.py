@@ -15,10 +15,9 @@ import logging
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from types import FrameType
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,14 +34,10 @@ _logger = logging.getLogger(__name__)
 
 CUT_OFF = "backward was cut off when some parameters had made their step"
 
-
-class LayerGradient(NamedTuple):
-    """The gradient of a parameter whose weights are on the host."""
-
-    parameter: torch.Tensor
-    gradient: torch.Tensor  # on the device
-    total: torch.Tensor | None  # on the host: what earlier microbatches have left, to which the gradient is added
-    weights: torch.Tensor | None  # on the device, where they are updated; ``None`` if they have to be loaded
+Given = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+"""Of a parameter whose weights are on the host: the gradient on the device; what earlier microbatches have left on the
+host, to which that is added; and the weights on the device, where they are updated, ``None`` if they have to be loaded.
+"""
 
 
 class BackwardSteps:
@@ -166,17 +161,17 @@ class BackwardSteps:
             self._room = self.stepper.chunk_bytes
         self._runs.add(run)
 
-    def step_layer(self, given: Sequence[LayerGradient], most_flights: int) -> Event | None:
+    def step_layer(self, given: Mapping[torch.Tensor, Given], most_flights: int) -> Event | None:
         """Step parameters of one layer; returns the event after which the new weights are on the host."""
         # Compute waits until at most ``most_flights`` steps use device memory.
         store = self.stepper.store
-        for one in given:
-            self._check_first(one.parameter)
+        for parameter in given:
+            self._check_first(parameter)
         self.stepper.torn = CUT_OFF
-        for one in given:
-            state = store.of(one.parameter)
-            state.gradient, state.total, state.weights = one.gradient, one.total, one.weights
-        self._step([one.parameter for one in given], owned=True)
+        for parameter, found in given.items():
+            state = store.of(parameter)
+            state.gradient, state.total, state.weights = found
+        self._step([*given], owned=True)
         while len(self._flights) > most_flights:
             self._land()
         return self.stepper.last_copy

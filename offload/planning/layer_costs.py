@@ -132,10 +132,7 @@ class LayerRegions:
         return most
 
 
-@lru_cache(maxsize=256)
-def layer_regions(regions: tuple[RegionProfile, ...]) -> LayerRegions:
-    """The same, found once."""
-    return LayerRegions(regions)
+layer_regions = lru_cache(maxsize=256)(LayerRegions)
 
 
 @lru_cache(maxsize=4096)
@@ -167,7 +164,7 @@ def ways_of(regions: tuple[RegionProfile, ...]) -> list[RegionCosts]:
     """Sets of kept regions from none to all saved ones, each with more bytes and fewer seconds than the one before."""
     # Greedy: from one set to the next, the results of that operation are added that save the most seconds per byte. All
     # saved regions are the last set, even if the set before takes no longer.
-    known = LayerRegions(regions)
+    known = layer_regions(regions)
     costs = known.costs
     everything, found = costs(saved_of(regions)), [costs(frozenset())]
     while found[-1].recompute_s > 0:

@@ -373,7 +373,7 @@ def plan_recipes(
             if not found:
                 reason = f"activations need {format_bytes(error.least_bytes)}, {format_bytes(most)} are left"
                 return replace(least, step_s=math.inf, reason=reason)
-        return min(found, key=_seconds)
+        return min(found, key=attrgetter("step_s"))
 
     def within(least: RecipePlan, most: int, left: int) -> list[RecipePlan]:
         """With so much for activations of the ``most`` that they can have. The state has what they do not need."""
@@ -417,9 +417,6 @@ def only_reachable(plan: TrainingPlan, training: TrainingBytes, now: Recipe, res
         return replace(one, reason="a change to it, between two steps, needs more memory", step_s=math.inf)
 
     return replace(plan, recipes=tuple(map(reached, plan.recipes)))
-
-
-_seconds = attrgetter("step_s")
 
 
 def _less_than(most: int) -> Iterator[int]:

@@ -28,7 +28,7 @@ from offload.base.torch_private import has_gradient_hooks, owners_of
 from offload.base.worker import Worker
 from offload.device.backend import Backend, Event
 from offload.host.page_locked import page_locked
-from offload.optimizer.early import BackwardSteps, LayerGradient
+from offload.optimizer.early import BackwardSteps, Given
 from offload.optimizer.state import WeightHolder
 from offload.weights.layer import WeightLayer, WeightWait
 from offload.weights.parameter import Gradients, HostParameter
@@ -281,7 +281,8 @@ class LayerSteps(WeightHolder):
 
     def _step(self, steps: BackwardSteps, layer: WeightLayer, gradients: Gradients, *, in_slot: bool) -> None:
         weights = {one.of: one.weights for one in layer.stand_ins} if in_slot else {}
-        given = [LayerGradient(host.parameter, one, host.total, weights.get(host)) for host, one in gradients.items()]
+        given: dict[torch.Tensor, Given]
+        given = {host.parameter: (one, host.total, weights.get(host)) for host, one in gradients.items()}
         self._stepped.add(layer)
         self._updated = steps.step_layer(given, self._most_flights)
         for host in gradients:
