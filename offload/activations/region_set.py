@@ -20,13 +20,7 @@ from offload.activations.handles import DroppedHandle, KeptHandle, SavedHandle
 from offload.activations.what_moves import Rules, decide
 from offload.base.layer_events import LayerListener, Turn, is_sharded, listeners_on
 from offload.base.tensors import plain_memory
-from offload.base.torch_private import (
-    address_of,
-    is_compiled,
-    leave_modes,
-    next_node,
-    without_modes,
-)
+from offload.base.torch_private import address_of, is_compiled, leave_modes, next_node, without_modes
 from offload.device.cuda import CaptureError
 from offload.recompute.layer_inputs import LayerInputs, same_layout
 from offload.recompute.layer_policies import InputKind, LayerPolicies

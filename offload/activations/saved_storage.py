@@ -25,12 +25,7 @@ import torch
 
 from offload.activations.copies import NO_HOST_MEMORY, CopyBatch, Reload, Transfers
 from offload.base import tensors, trace
-from offload.base.torch_private import (
-    TorchDispatchMode,
-    keep_versions,
-    without_modes,
-    without_torch_function,
-)
+from offload.base.torch_private import TorchDispatchMode, keep_versions, without_modes, without_torch_function
 from offload.device.backend import Event, Wait
 from offload.host.pool import HostBuffer
 

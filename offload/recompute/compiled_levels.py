@@ -24,14 +24,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from offload.base.layer_events import replace_attribute, unchanged
-from offload.base.torch_private import (
-    COMPILED_CALL,
-    OPERATOR,
-    ORIGINAL,
-    is_traced,
-    schema_of,
-    with_default_generators,
-)
+from offload.base.torch_private import COMPILED_CALL, OPERATOR, ORIGINAL, is_traced, schema_of, with_default_generators
 from offload.recompute.costs import LayerPolicy, RegionProfile
 from offload.recompute.layer_inputs import LayerInputs
 from offload.recompute.layer_policies import LayerPolicies

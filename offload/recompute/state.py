@@ -16,13 +16,7 @@ import torch
 from torch import nn
 
 from offload.base.tensors import plain_memory, tensors_in
-from offload.base.torch_private import (
-    address_of,
-    are_deterministic,
-    attention_kernels,
-    function_modes,
-    state_of,
-)
+from offload.base.torch_private import address_of, are_deterministic, attention_kernels, function_modes, state_of
 
 CLONED_BYTES = 1 << 20
 """Buffers up to this size, which forward writes into, are cloned before each forward."""
