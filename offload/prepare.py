@@ -19,7 +19,7 @@ from torch import nn
 from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.activations.module_hooks import OffloadListener
 from offload.activations.stats import OffloadStats
-from offload.base.checks import check_type, describe, format_bytes, parse_budget, parse_bytes
+from offload.base.checks import check_type, format_bytes, parse_budget, parse_bytes
 from offload.base.find_layers import find_layers, find_lists, watch_order
 from offload.base.layer_events import Attachment, Handle, LayerCall, check_layers, compute_device
 from offload.base.tensors import tensors_in
@@ -402,20 +402,9 @@ def prepare(
     elif layers is None or isinstance(layers, str) or (callable(layers) and not isinstance(layers, nn.Module)):
         found = find_layers(model, layers)
     modules = check_layers(found, OffloadListener, "offloaded", "cannot be offloaded")
-    own = set(model.parameters())
-    strange = [one for group in optimizer.param_groups for one in group["params"] if one not in own]
-    if strange:
-        raise ValueError(
-            f"optimizer must hold parameters of the model, got {len(strange)} others, the first {describe(strange[0])} "
-            f"of shape {tuple(strange[0].shape)}; build it from model.parameters()."
-        )
     chunk_bytes = max(1 << 12, min(CHUNK_BYTES, budget // 90))  # three slots take at most a thirtieth of the budget
     in_float32: dict[str, Any] = {"state_dtype": state_dtype, "master_weights": master_weights}
-    try:
-        training = training_bytes(model, modules, optimizer, chunk_bytes, **in_float32)
-    except TypeError as error:
-        instead = "call offload_layers(…, memory_budget=…), which plans activations alone"
-        raise TypeError(f"{str(error).rstrip('.')}, and {instead}.") from error
+    training = training_bytes(model, modules, optimizer, chunk_bytes, **in_float32)
     places: set[str] = {"resident", "streamed"}
     if compute_device(modules) is not None:
         places = {"streamed"}  # by the program

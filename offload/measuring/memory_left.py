@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from offload.base.checks import format_bytes, warn_caller
+from offload.base.checks import describe, format_bytes, warn_caller
 from offload.optimizer.chunks import NUM_SLOTS
 from offload.optimizer.proof import prove, with_groups
 from offload.optimizer.state import REMAINDER_BYTES, local
@@ -181,8 +181,19 @@ def training_bytes(
     master_weights: bool = False,
 ) -> TrainingBytes:
     """What a model's training holds beside activations; of sharded parameters, this rank's part counts."""
+    own_parameters = {*model.parameters()}
+    strange = [one for _, one in with_groups(optimizer) if one not in own_parameters]
+    if strange:
+        raise ValueError(
+            f"optimizer must hold parameters of the model, got {len(strange)} others, the first {describe(strange[0])} "
+            f"of shape {tuple(strange[0].shape)}; build it from model.parameters()."
+        )
     check_can_be_streamed(optimizer)
-    layouts = prove(optimizer, state_dtype).layouts
+    try:
+        layouts = prove(optimizer, state_dtype).layouts
+    except TypeError as error:
+        instead = "call offload_layers(…, memory_budget=…), which plans activations alone"
+        raise TypeError(f"{str(error).rstrip('.')}, and {instead}.") from error
     parts: dict[Any, torch.Tensor] = {one: local(one).requires_grad_(one.requires_grad) for one in model.parameters()}
     for number, layer in enumerate(layers):
         if not parts.keys() >= {*layer.parameters()}:
