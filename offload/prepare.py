@@ -246,15 +246,22 @@ class PreparedTraining(Handle):
         self._follow = {**self._follow, "link": made.link}  # measured once, in 128 MiB of the device
         return made
 
+    def _end_activations(self) -> None:
+        """The layers are to be measured again. Say so if the budget was broken since they were measured before."""
+        self.broken.tell(self.device_bytes(), self.asked_bytes)
+        if self._activations is not None:
+            self._activations.remove()
+            self._activations = None
+
     def _change_to(self, planned: RecipePlan) -> None:
         if self._state is not None:
             self._state.remove(on_device=False)  # in its own dtype, where it is: it need not fit on the device
             self._state = None
         if planned.recipe.weights != self.recipe.weights:  # what the layers' forwards were learned with is no more
-            for part in (self._activations, self._weights):
-                if part is not None:
-                    part.remove()
-            self._activations = self._weights = None
+            self._end_activations()
+            if self._weights is not None:
+                self._weights.remove()
+                self._weights = None
         self._put_in_place(planned)
 
     def _most_pooled(self) -> int | None:
@@ -304,7 +311,7 @@ class PreparedTraining(Handle):
         if not self._plan.fits:
             if self._pieces.left:  # the layers are measured again, with something in pieces
                 self._pieces.due, self._prediction = True, None
-                activations.remove()
+                self._end_activations()
                 self._activations = self._measured()
             else:
                 activations.plan_again()  # which says that it does not fit
@@ -334,6 +341,7 @@ def prepare(
     state_dtype: torch.dtype | None = None,
     master_weights: bool = False,
     step_in_backward: bool = False,
+    in_pieces: bool = True,
     min_bytes: int | str = DEFAULT_MIN_BYTES,
     compile: bool | Mapping[str, Any] = False,  # noqa: A002  # as PyTorch calls it
 ) -> PreparedTraining:
@@ -356,7 +364,7 @@ def prepare(
 
     If nothing fits otherwise, the loss is computed as by :func:`use_chunked_loss` in training, and MLPs as by
     :func:`tile_mlp`, where a trial shows that the model allows it. Then the last bits of the loss and of gradients
-    differ, and the model's output has no logits in training; ``plan.in_pieces`` says so.
+    differ, and the model's output has no logits in training; a warning and ``plan.in_pieces`` say so.
 
     In a process group of several ranks, the weights remain where they are, and each rank chooses the rest for itself.
     Weights that the program streams, by :func:`stream_weights` before this, are streamed on.
@@ -377,6 +385,7 @@ def prepare(
         master_weights: Whether to step float32 weights, as :func:`stream_optimizer` does; needs ``state_dtype``.
         step_in_backward: Whether parameters may be stepped in backward, as soon as their gradients are complete. Then
             gradients need no memory of their own. Leave it out with clipping, ``GradScaler`` or accumulation.
+        in_pieces: Whether the loss and MLPs may be computed in pieces, which changes the last bits.
         min_bytes: Activations below this size are kept on the device.
         compile: Whether to compile the layers, as :func:`offload_layers` does it; or arguments of ``torch.compile``.
 
@@ -426,7 +435,7 @@ def prepare(
             "train fewer parameters (LoRA)."
         )
     follow = {"min_bytes": min_bytes, "compiles": compile}
-    pieces = Pieces(model, modules)
+    pieces = Pieces(model, modules, allowed=in_pieces)
     return PreparedTraining(
         model, modules, lists, optimizer, training, plan, target, in_float32, chunk_bytes, follow, pieces
     )

@@ -5,7 +5,6 @@ Both need less memory, and round sums in another order. A training has them wher
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,10 +15,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from offload.base.checks import warn_caller
 from offload.base.layer_events import is_sharded, with_attribute
 from offload.long_context import Undoable, chunk_loss, tile_mlp
-
-_logger = logging.getLogger(__name__)
 
 PIECES = 8  # of the tokens of a microbatch
 MOST_TOKENS = {"the loss in chunks, without logits": 2048, "MLPs in tiles": 32768}
@@ -50,8 +48,8 @@ class _InPieces:
 class Pieces:
     """What of a model can be computed in pieces, and is where a budget needs it, until :meth:`remove`."""
 
-    def __init__(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
-        self.left = _pieces_of(model, layers)  # what is not computed in pieces
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], *, allowed: bool = True) -> None:
+        self.left = _pieces_of(model, layers) if allowed else []  # what is not computed in pieces
         self.said: list[str] = []  # of what is
         self.due = False  # whether the next forward begins with one more, as nothing fits without
         self._undo = ExitStack()
@@ -71,7 +69,12 @@ class Pieces:
             size = min(MOST_TOKENS[one.name], -(-tokens // PIECES))
             self._undo.callback(one.begin(size).remove)
             self.said.append(f"{one.name} of {size:,} tokens, which rounds sums in another order")
-            _logger.info("nothing fits without %s", self.said[-1])
+        if begun:
+            without = ", and ".join(self.said[-len(begun) :])
+            warn_caller(
+                f"memory_budget fits nothing without {without}: the last bits of losses and gradients differ. Give more "
+                "to keep them, or pass in_pieces=False, which keeps them in any case."
+            )
         return max((nbytes for one, nbytes in needed.items() if one not in begun), default=0)
 
     def remove(self) -> None:
