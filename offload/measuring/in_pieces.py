@@ -72,8 +72,8 @@ class Pieces:
         if begun:
             without = ", and ".join(self.said[-len(begun) :])
             warn_caller(
-                f"memory_budget fits nothing without {without}: the last bits of losses and gradients differ. Give more "
-                "to keep them, or pass in_pieces=False, which keeps them in any case."
+                f"memory_budget fits nothing without {without}: the last bits of losses and gradients differ. Give "
+                "more to keep them, or pass in_pieces=False, which keeps them in any case."
             )
         return max((nbytes for one, nbytes in needed.items() if one not in begun), default=0)
 
