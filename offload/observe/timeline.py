@@ -26,27 +26,17 @@ COPY_LANES: tuple[Lane, ...] = ("d2h", "h2d")
 
 @dataclass(frozen=True)
 class Span:
-    """One stream busy with one thing, or waiting (kinds ``"stall"`` and ``"late"``).
+    """One stream busy with one thing, or waiting (kinds ``"stall"`` and ``"late"``)."""
 
-    Args:
-        lane: ``"compute"``, ``"d2h"`` or ``"h2d"``.
-        kind: ``"forward"``, ``"backward"``, ``"recompute"``, ``"other"``, ``"stall"`` (waits for copies) or ``"late"``
-            (waits for the host, which has not queued more) on the compute stream, ``"offload"`` or ``"reload"`` on the
-            copy streams.
-        start_s: Seconds since the timeline's start.
-        end_s: Not before ``start_s``.
-        label: A few words for people.
-        layer: Number of its layer; for a stall, of the layer whose copies compute waits for.
-        nbytes: Bytes copied.
-    """
-
-    lane: Lane
+    lane: Lane  #: ``"compute"``, ``"d2h"`` or ``"h2d"``.
     kind: Kind
-    start_s: float
-    end_s: float
-    label: str = ""
-    layer: int | None = None
-    nbytes: int = 0
+    """``"forward"``, ``"backward"``, ``"recompute"``, ``"other"``, ``"stall"`` (waits for copies) or ``"late"`` (waits
+    for the host, which has not queued more) on the compute stream, ``"offload"`` or ``"reload"`` on copy streams."""
+    start_s: float  #: Seconds since the timeline's start.
+    end_s: float  #: Not before ``start_s``.
+    label: str = ""  #: A few words for people.
+    layer: int | None = None  #: Number of its layer; for a stall, of the layer whose copies compute waits for.
+    nbytes: int = 0  #: Bytes copied.
 
     @property
     def duration_s(self) -> float:
@@ -80,17 +70,11 @@ def covered_s(spans: Iterable[Span]) -> float:
 
 @dataclass(frozen=True, repr=False)
 class Timeline:
-    """The spans of one step, and its memory over time.
+    """The spans of one step, and its memory over time."""
 
-    Args:
-        spans: In any order; they are kept sorted by start.
-        memory: ``(seconds, bytes on the device from then on)``.
-        title: A line for the table and the plot.
-    """
-
-    spans: tuple[Span, ...]
-    memory: tuple[tuple[float, int], ...] = ()
-    title: str = ""
+    spans: tuple[Span, ...]  #: In any order; they are kept sorted by start.
+    memory: tuple[tuple[float, int], ...] = ()  #: ``(seconds, bytes on the device from then on)``.
+    title: str = ""  #: A line for the table and the plot.
 
     def __post_init__(self) -> None:
         spans = sorted(self.spans, key=lambda span: (span.start_s, span.end_s))

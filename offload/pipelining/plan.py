@@ -33,27 +33,16 @@ Absent = dict[int, tuple[int, int]]  # offloaded part → indices of the points 
 
 @dataclass(frozen=True)
 class StageProfile:
-    """What one chunk of a stage costs. By default, a backward takes two forwards.
+    """What one chunk of a stage costs. By default, a backward takes two forwards."""
 
-    Args:
-        forward_s: Compute seconds of its forward.
-        backward_s: Compute seconds of its backward, or of the half for the inputs.
-        weight_s: Compute seconds of the half for the weights, where the schedule splits the backward.
-        saved_bytes: Bytes of its activation set that may be offloaded.
-        tensors: The bytes of each tensor of the set in the order of saving; any size if left out.
-        weight_bytes: Bytes beside the set that the half for the inputs leaves for the half for the weights.
-        kept_bytes: Bytes beside the set that are kept until backward.
-        layers: How many of the tensors each layer saves, if each layer is a part; else parts are equal shares.
-    """
-
-    forward_s: float = 1.0
-    backward_s: float = 2.0
-    weight_s: float = 0.0
-    saved_bytes: int = 1
-    tensors: tuple[int, ...] = ()
-    weight_bytes: int = 0
-    kept_bytes: int = 0
-    layers: tuple[int, ...] = ()
+    forward_s: float = 1.0  #: Compute seconds of its forward.
+    backward_s: float = 2.0  #: Compute seconds of its backward, or of the half for the inputs.
+    weight_s: float = 0.0  #: Compute seconds of the half for the weights, where the schedule splits the backward.
+    saved_bytes: int = 1  #: Bytes of its activation set that may be offloaded.
+    tensors: tuple[int, ...] = ()  #: The bytes of each tensor in the order of saving; any size if left out.
+    weight_bytes: int = 0  #: Bytes beside the set that the half for the inputs leaves for the half for the weights.
+    kept_bytes: int = 0  #: Bytes beside the set that are kept until backward.
+    layers: tuple[int, ...] = ()  #: How many of the tensors each layer saves, if each layer is a part.
 
     def __post_init__(self) -> None:
         vars(self).update(tensors=tuple(self.tensors), layers=tuple(self.layers))
@@ -212,21 +201,13 @@ INSTANT_LINK = Link(1e30, 1e30, 2e30)  # the last resort: released and reloaded 
 
 @dataclass(frozen=True, repr=False)
 class PipelinePlan:
-    """What a pipeline rank offloads and when, with its predicted cost.
+    """What a pipeline rank offloads and when, with its predicted cost."""
 
-    Args:
-        actions: What the rank runs, in order.
-        parts: Into how many parts each chunk's set is cut.
-        profile: What a chunk of each stage costs.
-        link: The link that the plan was made for.
-        schedule: What is released and reloaded when, over ``chunks * parts`` layers.
-    """
-
-    actions: tuple[Action, ...]
-    parts: int
-    profile: Mapping[int, StageProfile]
-    link: Link
-    schedule: Schedule
+    actions: tuple[Action, ...]  #: What the rank runs, in order.
+    parts: int  #: Into how many parts each chunk's set is cut.
+    profile: Mapping[int, StageProfile]  #: What a chunk of each stage costs.
+    link: Link  #: The link that the plan was made for.
+    schedule: Schedule  #: What is released and reloaded when, over ``chunks * parts`` layers.
 
     @cached_property
     def chunks(self) -> dict[Chunk, int]:
