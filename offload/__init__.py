@@ -21,7 +21,8 @@ from offload.planning.plan import Plan
 from offload.planning.profile import LayerProfile, Link, Profile
 from offload.planning.recipes import Recipe, RecipePlan, TrainingPlan
 from offload.planning.simulate import simulate
-from offload.prepare import PreparedTraining, prepare
+from offload.prepare import prepare
+from offload.prepared import PreparedTraining
 from offload.recompute.costs import LayerPolicy, RegionProfile
 from offload.recompute.policies import Policy
 from offload.schedule.schedule import Move, Point, Schedule

@@ -21,6 +21,7 @@ WORDS = 16384
 """So many that weights, gradients and optimizer state are larger than activations."""
 KIB = 1 << 10
 PREPARE = sys.modules["offload.prepare"]  # the function has its name
+PREPARED = sys.modules["offload.prepared"]
 RESIDENT, STREAMED, CONSUMED, ALL_CONSUMED, ALL_STREAMED, ON_HOST = RECIPES
 
 
@@ -205,8 +206,8 @@ def test_a_change_of_recipes_rounds_no_state(
     options: dict[str, Any] = {"dtype": torch.bfloat16, "state_dtype": torch.float32}
     expected = train(lab, None, **options)[0]
     monkeypatch.setattr(PREPARE, "RECIPES", (after, before))
-    monkeypatch.setattr(PREPARE, "_first_of", chosen(before))
-    monkeypatch.setattr(PREPARE.TrainingPlan, "chosen", property(lambda plan: plan.recipes[0]))
+    monkeypatch.setattr(PREPARED, "_first_of", chosen(before))
+    monkeypatch.setattr(PREPARED.TrainingPlan, "chosen", property(lambda plan: plan.recipes[0]))
     pinned: list[int] = []
     options |= {"step_in_backward": True, "after_step": lambda: pinned.append(lab.pool.pinned_bytes)}
     found, recipes = train(lab, 1 << 30, **options)
@@ -218,8 +219,8 @@ def test_a_change_of_recipes_rounds_no_state(
 def test_a_change_of_recipes_needs_no_memory_for_the_state(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither on the device nor, pinned, a second time on the host."""
     monkeypatch.setattr(PREPARE, "RECIPES", (STREAMED, CONSUMED))
-    monkeypatch.setattr(PREPARE, "_first_of", chosen(STREAMED))
-    monkeypatch.setattr(PREPARE.TrainingPlan, "chosen", property(lambda plan: plan.recipes[1]))
+    monkeypatch.setattr(PREPARED, "_first_of", chosen(STREAMED))
+    monkeypatch.setattr(PREPARED.TrainingPlan, "chosen", property(lambda plan: plan.recipes[1]))
     model = Model().to(lab.device)
     optimizer = adamw(model)
     state = 2 * weight_bytes()
@@ -291,7 +292,7 @@ def test_what_the_parts_hold_is_what_the_table_says(lab: Lab, monkeypatch: pytes
 def test_other_optimizers(make: Made, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = train(lab, None, make)[0]
     assert_same(expected, train(lab, 1 << 30, make)[0])
-    monkeypatch.setattr(PREPARE, "FIRST_SHARE", 0.0)  # from the host to the device
+    monkeypatch.setattr(PREPARED, "FIRST_SHARE", 0.0)  # from the host to the device
     assert_trained(expected, train(lab, 1 << 30, make)[0], lab)
 
 
@@ -314,7 +315,7 @@ def test_once_removed_and_deleted_nothing_waits_for_the_collector(lab: Lab, monk
     measured: list[torch.device] = []
     link = offload.measure_link(lab.device)
     monkeypatch.setattr("offload.measuring.follow_plan.measure_link", lambda device: measured.append(device) or link)
-    monkeypatch.setattr(PREPARE, "_first_of", chosen(ALL_STREAMED))
+    monkeypatch.setattr(PREPARED, "_first_of", chosen(ALL_STREAMED))
     model = Model()
     optimizer = adamw(model)
     with offload.prepare(model, optimizer, 1 << 30, device=lab.device, min_bytes=0) as prepared:
@@ -342,7 +343,7 @@ def test_a_change_of_recipes_does_not_hold_what_was_needed_before_against_the_ne
 ) -> None:
     """The step's last microbatch has the memory of state on the host, which is on the device after the step."""
     monkeypatch.setattr(PREPARE, "RECIPES", (RESIDENT, STREAMED))
-    monkeypatch.setattr(PREPARE, "_first_of", chosen(STREAMED))
+    monkeypatch.setattr(PREPARED, "_first_of", chosen(STREAMED))
     model = Model()
     optimizer = adamw(model)
     tokens = torch.ones(1, 256, dtype=torch.long)
@@ -474,7 +475,7 @@ def test_another_part_of_the_state_is_resident(
         return replace(made, recipes=(replace(one, state_bytes=(parts[after], parts[2] - parts[after])),))
 
     monkeypatch.setattr(PREPARE, "RECIPES", (recipe,))
-    monkeypatch.setattr(PREPARE, "plan_recipes", with_part)
+    monkeypatch.setattr(PREPARED, "plan_recipes", with_part)
     monkeypatch.setattr("offload.planning.recipes.TrainingBytes.least_resident", lambda *_: parts[before])
     held: list[tuple[int, int]] = []
     prepare = offload.prepare

@@ -1,0 +1,331 @@
+"""Fit a whole training into a memory budget: weights, gradients, optimizer state and activations.
+
+Arithmetic says which recipes can fit. Training begins with one that certainly does, while the layers are measured; at
+the end of the step after that, the recipe with the shortest predicted step is put in place, between two steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from offload.activations.stats import OffloadStats
+from offload.base.checks import format_bytes
+from offload.base.find_layers import watch_order
+from offload.base.layer_events import Attachment, Handle, LayerCall, compute_device
+from offload.base.tensors import tensors_in
+from offload.measuring.follow_compiled import follow_plan
+from offload.measuring.follow_plan import FollowPlan
+from offload.measuring.in_pieces import Pieces
+from offload.measuring.layer_times import ForwardBegins
+from offload.measuring.memory_left import BrokenBudget, bytes_of_gradients, usable_bytes
+from offload.optimizer.chunks import seconds_per_element
+from offload.optimizer.state import move_state
+from offload.optimizer.stream import OptimizerStats, StreamedOptimizer, stream_optimizer
+from offload.planning.plan import Plan, make_plan
+from offload.planning.profile import Link, Profile
+from offload.planning.recipes import (
+    Prediction,
+    RecipePlan,
+    TrainingBytes,
+    TrainingPlan,
+    only_reachable,
+    plan_recipes,
+    without_activations,
+)
+from offload.weights.streamed import StreamedWeights, WeightStats, stream_weights
+
+_logger = logging.getLogger(__name__)
+
+FIRST_SHARE = 0.6  # a first recipe leaves the rest of the budget to activations that nobody has measured yet
+_ALL = 1 << 60
+
+
+@dataclass(eq=False, repr=False)
+class PreparedTraining(Handle):
+    """A model and its optimizer within a memory budget, from :func:`prepare` to :meth:`remove`."""
+
+    _model: nn.Module
+    _layers: list[nn.Module]
+    _lists: Mapping[str, nn.ModuleList]  # where the layers were found, if nobody has named them
+    _optimizer: torch.optim.Optimizer
+    _training: TrainingBytes
+    _plan: TrainingPlan
+    _device: torch.device
+    _in_float32: Mapping[str, Any]  # which numbers are held and stepped in float32: arguments of stream_optimizer
+    _chunk_bytes: int
+    _follow: Mapping[str, Any]  # how a plan of the activations is followed
+    _pieces: Pieces
+
+    def __post_init__(self) -> None:
+        self._usable_bytes = usable_bytes(self._plan.memory_budget, self._device)
+        self._weights: StreamedWeights | None = None
+        self._state: StreamedOptimizer | None = None
+        self._activations: FollowPlan | None = None
+        self._removed = False
+        self._prediction: Prediction | None = None  # of steps, once there is a profile
+        self._planned_for: Profile | None = None  # what layers cost by which the recipes were planned
+        self._decides_again = self._deciding = False
+        self._link_left: Link | None = None  # for activations, beside the copies of the chosen recipe
+        self._tokens = 0  # of the largest microbatch so far
+        self.broken = BrokenBudget()
+        self._put_in_place(_first_of(self._plan))
+        self._undo = ExitStack()
+        self._undo.callback(self._optimizer.register_step_post_hook(self._after_step).remove)
+        if len(self._lists) > 1:
+            self._undo.callback(watch_order(self._lists).remove)
+        if self._pieces.left:
+            self._undo.enter_context(Attachment([self._model], [ForwardBegins(self._begin_forward)], self))
+        self._undo.callback(self._pieces.remove)
+
+    @property
+    def state(self) -> Literal["measuring", "following", "removed"]:
+        """Whether the layers are still measured, the chosen recipe is followed, or the handle was removed."""
+        if self._removed:
+            return "removed"
+        return "measuring" if self._prediction is None else "following"
+
+    @property
+    def plan(self) -> TrainingPlan:
+        """Every recipe: predicted seconds and memory of a step by the plan that is followed, or why it does not fit."""
+        followed = self._activations
+        if self._prediction is None:
+            return self._plan
+        if followed is not None and followed.profile is not None and followed.profile != self._planned_for:
+            self._plan_recipes(self._prediction, followed, followed.profile)  # for longer inputs, which have come since
+        return replace(self._plan, recipes=tuple(map(self._followed, self._plan.recipes)), in_place=self.recipe)
+
+    def _followed(self, one: RecipePlan) -> RecipePlan:
+        """A recipe as it was planned, or, if it is in place, with what the activations' plan says."""
+        followed, predicted = self._activations, self._prediction
+        if one.recipe != self.recipe or followed is None or followed.largest_plan is None or predicted is None:
+            return one
+        made, training, resident = followed.largest_plan, self._training, self.resident_bytes
+        if made.peak_bytes > made.memory_budget:
+            return one  # it does not fit
+        # What a step needs where everything is recomputed, as in the measured one.
+        least_bytes = followed.measured_bytes - training.gradient_bytes(predicted.measured)
+        peak_bytes = max(made.peak_bytes, least_bytes + training.gradient_bytes(self.recipe))
+        return replace(
+            one,
+            plan=made,
+            step_s=predicted.step_s(made, one.recipe, resident),
+            device_bytes=training.held_bytes(one.recipe, resident) + peak_bytes,
+            host_bytes=training.host_bytes(one.recipe, resident) + made.host_bytes,
+            state_bytes=training.state_bytes(one.recipe, resident),
+            reason="",
+        )
+
+    @property
+    def activations(self) -> Plan | None:
+        """The plan of the activations; ``None`` while the layers are measured."""
+        return None if self._activations is None else self._activations.plan
+
+    def stats(self) -> dict[str, OffloadStats | OptimizerStats | WeightStats]:
+        """Snapshots of the copies of each part that is in use: ``"activations"``, ``"optimizer"``, ``"weights"``."""
+        activations = None if self._activations is None else self._activations.context
+        parts = {"activations": activations, "optimizer": self._state, "weights": self._weights}
+        return {name: part.stats() for name, part in parts.items() if part is not None}
+
+    def no_step(self) -> AbstractContextManager[None]:
+        """Inside the block, backward steps nothing: for all microbatches of a step but the last."""
+        return nullcontext() if self._state is None else self._state.no_step()
+
+    def remove(self) -> None:
+        """Remove all hooks. A second call does nothing.
+
+        Weights and optimizer state remain where they are, as what the recipe had on the host need not fit on the
+        device; and state in ``state_dtype`` remains so, for another :func:`prepare` or :func:`stream_optimizer`.
+        """
+        if self._removed:
+            return
+        self._undo.close()
+        if self._activations is not None:
+            self._activations.remove()
+        if self._state is not None:
+            self._state.remove(on_device=False)  # in its own dtype
+        if self._weights is not None:
+            self._weights.remove()
+        self._removed = True
+
+    # What is left for activations, as :class:`~offload.measuring.memory_left.MemoryLeft` has it.
+
+    def device_bytes(self) -> int:
+        """Of the budget, for what a step adds to weights and optimizer state."""
+        return max(1, self._usable_bytes - self._training.held_bytes(self.recipe, self.resident_bytes))
+
+    def asked_bytes(self, nbytes: int) -> int:
+        """The ``memory_budget`` with which a step may add so many bytes to weights and optimizer state."""
+        whole, usable = self._plan.memory_budget, self._usable_bytes
+        return round(whole * (nbytes + usable - self.device_bytes()) / usable)
+
+    def host_bytes(self) -> int | None:
+        """Of pinned memory, for activations."""
+        most = self._plan.max_host_bytes
+        return None if most is None else max(0, most - self._training.host_bytes(self.recipe, self.resident_bytes))
+
+    def link(self, measured: Link) -> Link:
+        """For activations: the recipe's copies have the rest."""
+        return self._link_left or measured
+
+    def gradient_bytes(self) -> int:
+        """Gradients on the device now; those of streamed weights are on the host, or stepped with already."""
+        layers = self._layers if self.recipe.weights == "streamed" else []
+        elsewhere = {one for layer in layers for one in layer.parameters()}
+        return bytes_of_gradients((one for one in self._model.parameters() if one not in elsewhere), self._device)
+
+    def more_after_step(self) -> bool:
+        """Ask for another recipe, unless this one is chosen for just these activations."""
+        self._decides_again = self._prediction is not None and not self._deciding
+        return not self._deciding
+
+    def __repr__(self) -> str:
+        budget = format_bytes(self.plan.memory_budget)
+        return f"PreparedTraining({type(self._model).__name__} in {budget}: {self.recipe}, {self.state})"
+
+    def _begin_forward(self, call: LayerCall, inputs: Any) -> None:
+        """A forward begins: compute in pieces what no recipe has the memory for in one piece."""
+        if not (call.training and torch.is_grad_enabled()):
+            return
+        tokens = max((one.shape[:2].numel() for one in tensors_in(inputs) if one.ndim > 1), default=0)
+        recipes, host, begins = [one.recipe for one in self._plan.recipes], self._plan.max_host_bytes, not self._tokens
+        if tokens <= self._tokens and not self._pieces.due:
+            return
+        labelled = inputs[1].get("labels") is not None
+        self._tokens = max(tokens, self._tokens)
+
+        def beside(nbytes: int) -> TrainingPlan:
+            return without_activations(self._training, self._usable_bytes - nbytes, host, recipes)
+
+        nbytes = self._pieces.begin(self._tokens, lambda needed: beside(needed).fits, labelled=labelled)
+        self._plan = replace(self._plan, in_pieces=tuple(self._pieces.said))
+        plan = beside(nbytes)
+        if begins and plan.fits and any(one.reason for one in plan.recipes if one.recipe == self.recipe):
+            self._change_to(_first_of(plan))
+
+    # Putting a recipe in place, and taking it away: between two steps.
+
+    def _put_in_place(self, planned: RecipePlan) -> None:
+        recipe = self.recipe = planned.recipe  # where weights, gradients and optimizer state are now
+        self.resident_bytes = planned.resident_bytes  # optimizer state that is on the device by the recipe
+        if recipe.weights == "streamed" and compute_device(self._layers) is None:
+            self._weights = stream_weights(self._layers, self._device)
+        self._model.to(self._device)
+        most = self._most_pooled()
+        if recipe.optimizer == "streamed" or (recipe.optimizer == "resident" and self._in_float32["state_dtype"]):
+            self._state = stream_optimizer(  # which adopts the state from where it is
+                self._optimizer,
+                chunk_bytes=self._chunk_bytes,
+                max_host_bytes=most,
+                resident_bytes=_ALL if recipe.optimizer == "resident" else self.resident_bytes,
+                **self._in_float32,
+                in_backward=recipe.gradients == "consumed",
+                consume_gradients=recipe.gradients == "consumed",
+            )
+        else:
+            move_state(self._optimizer)
+        if self._activations is None:
+            self._activations = self._measured()
+        self._activations.context.limit_host(most)
+
+    def _measured(self) -> FollowPlan:
+        most = self._most_pooled()
+        made = follow_plan(self._layers, self, device=self._device, max_host_bytes=most, **self._follow)
+        self._follow = {**self._follow, "link": made.link}  # measured once, in 128 MiB of the device
+        return made
+
+    def _end_activations(self) -> None:
+        """The layers are to be measured again. Say so if the budget was broken since they were measured before."""
+        self.broken.tell(self.device_bytes(), self.asked_bytes)
+        if self._activations is not None:
+            self._activations.remove()
+            self._activations = None
+
+    def _change_to(self, planned: RecipePlan) -> None:
+        if self._state is not None:
+            self._state.remove(on_device=False)  # in its own dtype, where it is: it need not fit on the device
+            self._state = None
+        if planned.recipe.weights != self.recipe.weights:  # what the layers' forwards were learned with is no more
+            self._end_activations()
+            if self._weights is not None:
+                self._weights.remove()
+                self._weights = None
+        self._put_in_place(planned)
+
+    def _most_pooled(self) -> int | None:
+        """Pinned memory that the pool may have: for activations, and for state that is streamed."""
+        most = self._plan.max_host_bytes
+        if most is None:
+            return None
+        pinned = self._training.layer_host_bytes(self.recipe)
+        if self.recipe.optimizer == "cpu":
+            pinned += self._training.state_bytes(self.recipe)[1]
+        return max(0, most - pinned)
+
+    def _after_step(self, *_: object) -> None:
+        """A step has ended: decide once there is a profile, and again if that of longer inputs does not fit."""
+        activations = self._activations
+        if activations is None or activations.profile is None or not (self._prediction is None or self._decides_again):
+            return
+        self._deciding = True
+        try:
+            self._decide(activations, activations.profile, again=self._decides_again)
+        finally:
+            self._deciding = self._decides_again = False
+
+    def _plan_recipes(self, prediction: Prediction, activations: FollowPlan, profile: Profile) -> None:
+        """Plan every recipe for layers that cost this."""
+        made = plan_recipes(
+            prediction,
+            self._usable_bytes,
+            self._plan.max_host_bytes,
+            lambda device, host, left: make_plan(profile, device, left, max_host_bytes=host),
+            activations.missing_bytes,
+            [one.recipe for one in self._plan.recipes],
+        )
+        made = only_reachable(made, self._training, self.recipe, self.resident_bytes)
+        self._plan = replace(made, memory_budget=self._plan.memory_budget, in_pieces=self._plan.in_pieces)
+        self._planned_for = profile
+
+    def _decide(self, activations: FollowPlan, profile: Profile, *, again: bool) -> None:
+        """Put the fastest recipe in place for layers that cost this."""
+        link = activations.link
+        element_s = seconds_per_element(
+            self._optimizer, device=self._device, chunk_bytes=self._chunk_bytes, **self._in_float32
+        )
+        arithmetic_s = element_s * self._training.trained_elements
+        self._prediction = Prediction(self._training, link, self.recipe, self.resident_bytes, arithmetic_s)
+        self._plan_recipes(self._prediction, activations, profile)
+        if not self._plan.fits:
+            if self._pieces.left:  # the layers are measured again, with something in pieces
+                self._pieces.due, self._prediction = True, None
+                self._end_activations()
+                self._activations = self._measured()
+            else:
+                activations.plan_again()  # which says that it does not fit
+            return
+        chosen = self._plan.chosen
+        self._link_left = None if chosen.plan is None else chosen.plan.link
+        _logger.info("memory_budget = %s: %s\n%s", format_bytes(self._plan.memory_budget), chosen.recipe, self._plan)
+        moves_weights = chosen.recipe.weights != self.recipe.weights
+        if (chosen.recipe, chosen.resident_bytes) != (self.recipe, self.resident_bytes):
+            self._change_to(chosen)
+        elif self.link(link) == link and not again:
+            return
+        if not moves_weights:
+            activations.plan_again()
+        else:  # the layers are measured again
+            self._prediction = replace(self._prediction, measured=chosen.recipe, resident_bytes=chosen.resident_bytes)
+
+
+def _first_of(plan: TrainingPlan) -> RecipePlan:
+    """The one with the least traffic that leaves room for activations; else the one with the least device memory."""
+    fitting = [one for one in plan.recipes if not one.reason]
+    roomy = [one for one in fitting if one.device_bytes <= FIRST_SHARE * plan.memory_budget]
+    return (roomy or sorted(fitting, key=lambda one: one.device_bytes))[0]
