@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 
 import torch
@@ -15,6 +17,7 @@ import torch
 from offload.activations.stats import OffloadStats
 from offload.base import trace
 from offload.base.checks import format_bytes, warn_caller
+from offload.base.tensors import own_storage
 from offload.device.backend import Backend, Event, Stream, Wait
 from offload.device.cuda import CaptureError, is_capturing
 from offload.host.page_locked import HostMemoryError
@@ -158,6 +161,20 @@ class Transfers:
             self._batches += 1
             self._batch = CopyBatch(self._batches)
         return self._batch, host
+
+    @contextmanager
+    def lend(self, sizes: Sequence[int]) -> Iterator[list[torch.UntypedStorage]]:
+        """Host memory of these sizes, pinned if there is so much: else copies take ten times as long, and more."""
+        try:
+            buffers = self.pool.take_whole(sizes, self.max_host_bytes)
+        except HostMemoryError:
+            yield [*map(torch.UntypedStorage, sizes)]
+            return
+        try:
+            yield [own_storage(buffer.pieces[0]).untyped_storage() for buffer in buffers]
+        finally:
+            for buffer in buffers:
+                self.pool.give(buffer)
 
     def end_batch(self) -> None:
         """Mark the copies to the host that were queued since this was called last, if there are any."""

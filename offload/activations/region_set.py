@@ -332,7 +332,8 @@ class RegionSet(ActivationSet):
         forward_s = 0.0
         if policies.wants_proof and way.reason is None:
             short = self._is_short(originals)
-            marks = prove_all(frame, way, learn, originals, backend if policies.measures else None, short=short)
+            clock, lend = backend if policies.measures else None, self.transfers.lend
+            marks = prove_all(frame, way, learn, originals, clock, lend, short=short)
             if marks:
                 seconds, forward_s = marks
         if way.again and policies.failures[self._key] < MOST_FAILURES:
@@ -378,7 +379,8 @@ class RegionSet(ActivationSet):
             for tensor, expected in zip(originals, way.expected[: way.limit], strict=False)
         )
         proves = same and (
-            not frame.replay.hands_over or prove_hand_over(frame, originals, short=self._is_short(originals))
+            not frame.replay.hands_over
+            or prove_hand_over(frame, originals, self.transfers.lend, short=self._is_short(originals))
         )
         if not same or (self._sized and not proves):
             self._policies.forget(self._key)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import Context
 from functools import partial
 
@@ -23,6 +23,9 @@ from offload.recompute.learn import Learn, ModuleNames, Trace
 from offload.recompute.run_again import AnotherWayError, Frame, HandOver, OtherRunError, SavedCheck
 from offload.recompute.second_run import SecondRun
 from offload.recompute.way import Way
+
+Lend = Callable[[Sequence[int]], AbstractContextManager[list[torch.UntypedStorage]]]
+"""Lends host memory of these sizes, in bytes, as long as its block lasts."""
 
 ROUNDS = 8
 """So many tensors that differ are told apart from those that differ only because they are computed from them."""
@@ -54,27 +57,28 @@ def memories_of(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStora
 
 
 @contextmanager
-def on_host(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+def on_host(tensors: Iterable[torch.Tensor], lend: Lend) -> Iterator[None]:
     """Have the tensors on the host meanwhile. Storages that somebody else holds stay where they are as well."""
     tensors = [one for one in tensors if memories_of([one]) and not (one.is_conj() or one.is_neg())]
     memories = memories_of(tensors)
     places = [(one, address_of(one.untyped_storage()), geometry_of(one)) for one in tensors]
     device = tensors[0].device if tensors else None
-    copies = {address: torch.UntypedStorage(memory.nbytes()).copy_(memory) for address, memory in memories.items()}
-    held = {address: weakref.ref(memory) for address, memory in memories.items()}
-    del memories
-    for one, address, geometry in places:
-        one.data = look_into(copies[address], geometry)
-    try:
-        yield
-    finally:
-        for address, copy in copies.items():
-            memory = held[address]()
-            if memory is None:  # allocated by an operation, as a memory meter sees no other memory
-                memory = torch.empty(copy.nbytes(), dtype=torch.uint8, device=device).untyped_storage().copy_(copy)
-            copies[address] = memory
+    with lend([memory.nbytes() for memory in memories.values()]) as lent:
+        copies = {address: lent.pop(0).copy_(memory) for address, memory in memories.items()}
+        held = {address: weakref.ref(memory) for address, memory in memories.items()}
+        del memories
         for one, address, geometry in places:
             one.data = look_into(copies[address], geometry)
+        try:
+            yield
+        finally:
+            for address, copy in copies.items():
+                memory = held[address]()
+                if memory is None:  # allocated by an operation, as a memory meter sees no other memory
+                    memory = torch.empty(copy.nbytes(), dtype=torch.uint8, device=device).untyped_storage().copy_(copy)
+                copies[address] = memory
+            for one, address, geometry in places:
+                one.data = look_into(copies[address], geometry)
 
 
 def prove_all(
@@ -83,6 +87,7 @@ def prove_all(
     learn: Learn,  # the mode under which forward ran
     originals: Sequence[torch.Tensor],  # what forward has saved
     backend: Backend | None,  # measures each operation; ``None`` measures nothing
+    lend: Lend,  # where the originals are if ``short``
     *,
     short: bool,  # whether the device has room for the second run only while the originals are on the host
 ) -> tuple[list[float], float] | None:
@@ -101,7 +106,7 @@ def prove_all(
     lacks = False
     try:
         frame.random.update(learn.first_states)
-        with on_host(originals) if short else nullcontext():
+        with on_host(originals, lend) if short else nullcontext():
             # Without the program's context variables: Hugging Face's collect what layers return, and would do so twice.
             Context().run(frame.run_under, proof, None if is_compiled(frame.layer) else again)
     except torch.OutOfMemoryError as error:
@@ -117,7 +122,7 @@ def prove_all(
             way.reason = "forward writes into a tensor that is no attribute of it"
     if lacks:
         way.reason = None
-        return prove_all(frame, way, learn, originals, backend, short=True)
+        return prove_all(frame, way, learn, originals, backend, lend, short=True)
     if again.left_behind(learn) and (gc.collect(), again.left_behind(learn))[1]:
         raise RuntimeError(
             f"{type(frame.layer).__name__} cannot be recomputed: a hook, a list or a global variable keeps tensors "
@@ -135,7 +140,7 @@ def prove_all(
     movable = way.droppable()
     written = {number for number in movable if _is_written_later(trace, number)}
     way.differing = proof.differing & set(movable)
-    way.forced = written | _origins(frame, way, originals, short=short)
+    way.forced = written | _origins(frame, way, originals, lend, short=short)
     if backend is None:
         return None
     marks = [(step.begin, step.end) for step in again.trace.steps] + [(begin, end)]
@@ -160,7 +165,7 @@ def _find_constants(trace: Trace, learn: Learn, again: Learn) -> None:
             del trace.constants[number]
 
 
-def _origins(frame: Frame, way: Way, originals: Sequence[torch.Tensor], *, short: bool) -> set[int]:
+def _origins(frame: Frame, way: Way, originals: Sequence[torch.Tensor], lend: Lend, *, short: bool) -> set[int]:
     """Of the tensors that differ, those that differ by themselves, with what cannot be told from them."""
     trace, forced, differing = way.trace, set[int](), set(way.differing)
     for _ in range(ROUNDS):
@@ -171,19 +176,19 @@ def _origins(frame: Frame, way: Way, originals: Sequence[torch.Tensor], *, short
         forced |= {number for number, saved in enumerate(trace.saved) if saved.storage == storage and saved.movable}
         rest = [number for number in way.droppable() if number not in forced]
         frame.replay = SecondRun(trace, rest)
-        found = _hand_over(frame, originals, short=short) if storage in frame.replay.suppliers else None
+        found = _hand_over(frame, originals, lend, short=short) if storage in frame.replay.suppliers else None
         if found is None:
             break
         differing = found
     return forced | differing
 
 
-def prove_hand_over(frame: Frame, originals: Sequence[torch.Tensor], *, short: bool) -> bool:
+def prove_hand_over(frame: Frame, originals: Sequence[torch.Tensor], lend: Lend, *, short: bool) -> bool:
     """Run the layer again as backward will, and see whether what is dropped comes out the same."""
-    return _hand_over(frame, originals, short=short) == set()
+    return _hand_over(frame, originals, lend, short=short) == set()
 
 
-def _hand_over(frame: Frame, originals: Sequence[torch.Tensor], *, short: bool) -> set[int] | None:
+def _hand_over(frame: Frame, originals: Sequence[torch.Tensor], lend: Lend, *, short: bool) -> set[int] | None:
     """The tensors that differ in a second run with what was kept; ``None`` if the run changes that, or fails.
 
     The run is given what was kept, as backward gives it. Copies tell whether the run changes it, and put it back. Where
@@ -198,7 +203,7 @@ def _hand_over(frame: Frame, originals: Sequence[torch.Tensor], *, short: bool) 
                 for memory in memories.values()
             ]
             frame.kept = {number: partial(originals.__getitem__, number) for number in memories}
-            with on_host(others) if moves else nullcontext():
+            with on_host(others, lend) if moves else nullcontext():
                 return _run_with(frame, originals, pairs)
     return None
 

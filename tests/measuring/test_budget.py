@@ -107,10 +107,14 @@ def test_the_peak_of_checkpointing_is_a_budget_that_is_met(lab: Lab, caplog: pyt
         return meter.peak_bytes
 
     plain = partial(checkpoint, use_reentrant=False)
+    layer_bytes = saved_bytes(layers, given, lab) // LAYERS
     peak_bytes(plain)
     budget = peak_bytes(plain)
     with budgeted(layers, lab, budget) as handle:
-        peaks = [peak_bytes(lambda layer, y: layer(y)) for _ in range(6)]
+        peaks = [peak_bytes(lambda layer, y: layer(y))]
+        # What a layer has saved was on the host while it ran again: in pinned memory, as copies to other are slow.
+        assert handle.stats().pinned_bytes > layer_bytes
+        peaks += [peak_bytes(lambda layer, y: layer(y)) for _ in range(5)]
         assert handle.state == "following"
     assert max(peaks) <= 1.02 * budget  # also where each layer runs twice, and what both runs saved is compared
     planned = [line for line in caplog.messages if line.startswith("planned for")]
