@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from operator import call
@@ -138,20 +138,16 @@ class LayeredChunk(ChunkParts):
 class StageLayers:
     """The layers of all stages of a rank, with the policies of their regions."""
 
-    def __init__(self, stages: Iterable[Any], patterns: Mapping[str, Policy]) -> None:
+    def __init__(self, stages: Sequence[Any], patterns: Mapping[str, Policy]) -> None:
         self.policies: dict[int, list[LayerPolicies]] = {}  # stage → the policies of each of its layers
         self.running: LayeredChunk | None = None
-        self._attachments: list[Attachment] = []
-        try:
-            for stage in stages:
-                layers = largest_list(stage.submod)
-                check_layers(layers, OffloadListener, "offloaded", "cannot have policies of regions")
-                self.policies[stage.stage_index] = [LayerPolicies(patterns, layer) for layer in layers]
-                listeners = [_StageLayer(self, number) for number in range(len(layers))]
-                self._attachments.append(Attachment(layers, listeners))
-        except BaseException:
-            self.remove()
-            raise
+        lists = [largest_list(stage.submod) for stage in stages]
+        for stage, layers in zip(stages, lists, strict=True):
+            check_layers(layers, OffloadListener, "offloaded", "cannot have policies of regions")
+            self.policies[stage.stage_index] = [LayerPolicies(patterns, layer) for layer in layers]
+        self._attachments = [
+            Attachment(layers, [_StageLayer(self, number) for number in range(len(layers))]) for layers in lists
+        ]
 
     @property
     def parts(self) -> int:

@@ -151,9 +151,7 @@ def _tasks(
     steps: Iterable[Point | Interlude],
 ) -> Iterator[_Task]:
     """What the three streams do, in the order in which it is queued."""
-    copies: defaultdict[int, list[_Task]] = defaultdict(
-        list
-    )  # of each layer's tensors in order: to the host, later back
+    copies = defaultdict[int, list[_Task]](list)  # of each layer's tensors in order: to the host, later back
     loads: dict[str, _Task] = {}  # of interludes, by their labels
 
     def hold(nbytes: int, after: _Task | None = None) -> _Task:
