@@ -10,7 +10,7 @@ import gc
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from contextvars import Context
 from functools import partial
 
@@ -26,6 +26,9 @@ from offload.recompute.way import Way
 
 Lend = Callable[[Sequence[int]], AbstractContextManager[list[torch.UntypedStorage]]]
 """Lends host memory of these sizes, in bytes, as long as its block lasts."""
+
+COMPARED_BYTES = 1 << 26
+"""So much of a copy on the host is on the device at once to be compared: a device does that a hundred times as fast."""
 
 ROUNDS = 8
 """So many tensors that differ are told apart from those that differ only because they are computed from them."""
@@ -194,17 +197,19 @@ def _hand_over(frame: Frame, originals: Sequence[torch.Tensor], lend: Lend, *, s
     The run is given what was kept, as backward gives it. Copies tell whether the run changes it, and put it back. Where
     the device has no memory for copies, they are on the host, and so is what was not kept.
     """
-    memories = {number: originals[number].untyped_storage() for number in frame.replay.numbers}
-    others = [one for number, one in enumerate(originals) if number not in memories]
+    numbers = frame.replay.numbers
+    memories = [*{address_of(one): one for one in (originals[number].untyped_storage() for number in numbers)}.values()]
+    others = [one for number, one in enumerate(originals) if number not in numbers]
     for moves in (True,) if short else (False, True):
-        with suppress(torch.OutOfMemoryError):
-            pairs = [
-                (memory, torch.UntypedStorage(memory.nbytes()).copy_(memory) if moves else memory.clone())
-                for memory in memories.values()
-            ]
-            frame.kept = {number: partial(originals.__getitem__, number) for number in memories}
-            with on_host(others, lend) if moves else nullcontext():
-                return _run_with(frame, originals, pairs)
+        with suppress(torch.OutOfMemoryError), ExitStack() as stack:
+            if moves:
+                lent = stack.enter_context(lend([memory.nbytes() for memory in memories]))
+                copies = [copy.copy_(memory) for copy, memory in zip(lent, memories, strict=True)]
+                stack.enter_context(on_host(others, lend))
+            else:
+                copies = [memory.clone() for memory in memories]
+            frame.kept = {number: partial(originals.__getitem__, number) for number in numbers}
+            return _run_with(frame, originals, [*zip(memories, copies, strict=True)])
     return None
 
 
@@ -221,8 +226,9 @@ def _run_with(
         same = False
     finally:
         frame.kept, frame.dropped = {}, {}
-        for memory, before in pairs:
-            if not torch.equal(whole(memory).to(before.device), whole(before)):
-                memory.copy_(before)
+        for memory, copy in pairs:
+            both = zip(whole(memory).split(COMPARED_BYTES), whole(copy).split(COMPARED_BYTES), strict=True)
+            if not all(torch.equal(now, before.to(now.device)) for now, before in both):
+                memory.copy_(copy)
                 same = False
     return proof.differing if same else None
