@@ -330,8 +330,7 @@ class FollowPlan(HookedLayers):
 
     def _need_more(self, plan: Plan) -> None:
         """Count what the last microbatch, under this plan, has needed beyond the budget, and what the plan leaves."""
-        over = self._peak_bytes - self._budget
-        if over > 0:
+        if (over := self._peak_bytes - self._budget) > 0:
             amounts = map(self._as_asked, (self._budget, self._peak_bytes))
             _logger.info("memory_budget = %s: the last microbatch needed %s, so it is planned again", *amounts)
             unused_bytes = round((1 - RESERVE) * self._budget) - plan.peak_bytes
@@ -354,8 +353,7 @@ class FollowPlan(HookedLayers):
         kinds = [tuple((region.name, region.nbytes) for region in one.costs) for one in self._policies]
         if not {kinds[number] for number in ran} >= {*kinds}:
             return
-        self._stage = "following"
-        self._planned = {}
+        self._stage, self._planned = "following", {}
         if self._learned != self._learned_then:
             self._times.start(self._peak, paused=True)  # its times are no use
             return
@@ -432,12 +430,14 @@ class FollowPlan(HookedLayers):
             self._corrections_left = 0
             if over_bytes is not None and over_bytes <= TOLERANCE * self._budget:
                 return  # the last plan is good enough
-            schedule, policies = learning_schedule(len(self._layers)), (*recompute_all(profile),)
-            plans[Among.CHECKPOINTS] = Plan(schedule, profile, link, self._budget, policies, host_bytes)
+            options = link, self._budget, (*recompute_all(profile),), host_bytes
+            frugal = plans[Among.CHECKPOINTS] = Plan(learning_schedule(len(self._layers)), profile, *options)
             if fits:
                 _logger.info("%s is met by no plan: all is recomputed, as while it was measured", budget)
             elif not self._left.more_after_step() and over_bytes is None:
-                self._left.broken.warn_of_plans(budget, self._as_asked(math.ceil(least_bytes)), missing, host_bytes)
+                least, inside = math.ceil(least_bytes), replace(frugal, profile=replace(self.profile, loss_bytes=0))
+                outside = format_bytes(max(0, least - inside.peak_bytes))  # at the peak, which may be the loss's
+                self._left.broken.warn_of_plans(budget, self._as_asked(least), outside, host_bytes)
                 self._said = True
         made = self._compare.best(plans, self._planned[()])
         _logger.info(

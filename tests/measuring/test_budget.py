@@ -1,6 +1,7 @@
 """A memory budget for layers: measured in the first rounds, planned, followed, and planned again where need be."""
 
 import logging
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -511,6 +512,17 @@ def test_microbatches_before_the_first_backward(lab: Lab) -> None:
             for output in outputs:
                 output.backward()
         assert handle.plan is not None
+
+
+def test_a_budget_that_the_loss_breaks_names_what_is_outside_of_the_layers(lab: Lab) -> None:
+    """The loss is timed between forward and backward, and its memory does not count as missing."""
+    layers, x = build("mlp", LAYERS, lab.device)
+    with budgeted(layers, lab, 1 << 20) as handle, pytest.warns(UserWarning, match="cannot be met") as said:
+        for _ in range(4):
+            through(layers, x * 1).repeat(1 << 8, *[1] * (x.ndim - 1)).exp().square().mean().backward()
+        assert handle.plan is not None
+    needed, outside = re.findall(r"([\d.]+) MiB", str(said[0].message))[1:]
+    assert float(outside) > 0.9 * float(needed)
 
 
 def test_a_budget_that_cannot_be_met_is_said_once(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
