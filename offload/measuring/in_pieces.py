@@ -113,16 +113,18 @@ class _NoBody:
 
 
 def _loss_can_be_chunked(base: Any) -> bool:
-    """Whether a causal language model of Hugging Face does nothing with its logits but to compute the loss."""
+    """Whether a causal language model of Hugging Face has logits, and does nothing with them but compute the loss."""
     body = getattr(base, "base_model", base)
     if not isinstance(body, nn.Module) or body is base:
         return False
     try:
-        with chunk_loss(base, None), torch.no_grad():
-            weight = base.get_output_embeddings().weight
-            tokens = torch.zeros(1, TRIED, dtype=torch.long, device=weight.device)
-            hidden = _NoBody(weight.new_zeros(1, TRIED, weight.shape[1]))
-            with with_attribute(body, "forward", lambda *_, **__: hidden):
+        weight = base.get_output_embeddings().weight
+        tokens = torch.zeros(1, TRIED, dtype=torch.long, device=weight.device)
+        hidden = _NoBody(weight.new_zeros(1, TRIED, weight.shape[1]))
+        with with_attribute(body, "forward", lambda *_, **__: hidden), torch.no_grad():
+            if base(input_ids=tokens, labels=tokens).logits is None:
+                return False  # some other code has replaced them already
+            with chunk_loss(base, None):
                 return base(input_ids=tokens, labels=tokens).logits is None
     except Exception:  # noqa: BLE001  whatever the model does otherwise
         return False

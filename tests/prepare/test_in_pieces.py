@@ -153,3 +153,12 @@ def test_only_logits_that_go_into_the_loss_alone_are_left_out(name: str, allowed
     pieces = Pieces(model, [])
     assert [one.name for one in pieces.left] == ([LOSS] if allowed else [])
     assert vars(model).keys() == before.keys()
+    plain = model.forward
+
+    def forward(**given: Any) -> Any:
+        """Of a trainer that leaves logits out itself."""
+        output = plain(**given)
+        return type(output)(loss=output.loss)
+
+    model.forward = forward
+    assert not Pieces(model, []).left
