@@ -142,6 +142,11 @@ class LayerTimes(Attachment):
             memory.start()
 
     @property
+    def idle(self) -> bool:
+        """Whether a layer's forward that begins is neither timed nor to call what :attr:`awaits_end` waits for."""
+        return self.paused and not self.awaits_end
+
+    @property
     def ran(self) -> list[int]:
         """The layers that were timed: a program may skip others."""
         return [number for number, layer in enumerate(self.layers) if layer.complete_rounds()]

@@ -144,6 +144,11 @@ def bytes_of_gradients(parameters: Iterable[torch.Tensor], device: torch.device)
     return sum((one if type(one) is torch.Tensor else local(one)).nbytes for one in here)
 
 
+def new_gradients(parameters: Iterable[torch.Tensor]) -> int:
+    """The bytes of the gradients that a backward allocates for parameters."""
+    return sum(one.nbytes for one in parameters if one.is_leaf and one.requires_grad and one.grad is None)
+
+
 def allocated_bytes(device: torch.device) -> int:
     """What is allocated on an accelerator; 0 on the CPU, where nobody knows."""
     return 0 if device.type == "cpu" else torch.accelerator.memory_allocated(device)
