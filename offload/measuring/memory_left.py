@@ -138,10 +138,10 @@ class DeviceLeft(GivenMemory):
 
 def bytes_of_gradients(parameters: Iterable[torch.Tensor], device: torch.device) -> int:
     """The gradients that parameters have on a device; of sharded ones, this rank's part."""
-    # Each microbatch asks for all of them: a plain one is its own part.
+    # Each microbatch asks for all of them: a plain one is its own part. An alias would wait for its step.
     gradients = (parameter.grad for parameter in parameters if parameter.is_leaf)
     here = (one for one in gradients if one is not None and one.device == device)
-    return sum((one if type(one) is torch.Tensor else local(one)).nbytes for one in here)
+    return sum((local(one) if hasattr(one, "to_local") else one).nbytes for one in here)
 
 
 def new_gradients(parameters: Iterable[torch.Tensor]) -> int:
