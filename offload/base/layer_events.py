@@ -57,23 +57,18 @@ class Turn(IntEnum):
 class LayerCall:
     """One run of a layer's forward, which begins now, with the module in training mode or not."""
 
-    __slots__ = ("error_around", "first_node", "in_checkpoint", "listeners", "recomputes", "told", "training")
+    __slots__ = ("error_around", "first_node", "in_checkpoint", "recomputes", "told", "training")
 
-    def __init__(self, listeners: Sequence[LayerListener], *, training: bool, in_checkpoint: bool = False) -> None:
+    def __init__(self, *, training: bool, in_checkpoint: bool = False) -> None:
         self.training = training
         self.recomputes = in_backward()  # whether backward runs the forward, to recompute what was not saved
         self.first_node = next_node()  # the number of the first node that autograd makes in it
         self.in_checkpoint = in_checkpoint  # whether a checkpoint of the layer's whole call tells, and hooks do not
-        self.listeners = listeners
-        self.told = 0  # so many of them know of the beginning, and so have to know of the end
+        self.told: list[LayerListener] = []  # the listeners that know of the beginning, and so have to know of the end
         self.error_around: BaseException | None = sys.exception()  # handled by the program around: none of the layer's
 
 
-class _Silence(threading.local):
-    on = False
-
-
-_silence = _Silence()
+_silence = threading.local()
 
 
 def without_listeners() -> AbstractContextManager[None]:
@@ -123,8 +118,6 @@ class LayerListener:
     """What a part of the library does at the events of one layer: here, nothing."""
 
     turn: ClassVar[Turn]
-    passes: Callable[[], bool] | None = None
-    """Whether nobody who has this very function needs to know of the forward that begins, nor of its end."""
     handle: Handle | None = None  # what the user calls ``remove()`` on
     device: torch.device | None = None  # where the layer computes, if the listener moves the layer's weights there
 
@@ -153,7 +146,7 @@ class Attachment(Handle):
         for layer, listener in zip(layers, listeners, strict=True):
             listener.handle = handle
             events = _events_of(layer) or _LayerEvents(layer)
-            events.tell([*events.listeners, listener])
+            events.listeners = sorted([*events.listeners, listener], key=lambda listener: listener.turn)
 
     def remove(self) -> None:
         attached, self._attached = self._attached, []
@@ -186,7 +179,7 @@ class _LayerEvents:
     """The listeners of one layer, and the hooks that tell them. The layer holds it, and it does not hold the layer."""
 
     def __init__(self, layer: nn.Module) -> None:
-        self.listeners: list[LayerListener] = []
+        self.listeners: list[LayerListener] = []  # in the order of :class:`Turn`
         # The forward that runs now, or the one that an interrupt has cut off: by thread, and whether in backward.
         self._running: dict[tuple[int, bool], LayerCall] = {}
         # Inside of the hooks of ``fully_shard``: the layer begins with its weights gathered, and ends with them.
@@ -200,15 +193,9 @@ class _LayerEvents:
         _wrap_checkpoint(layer, self)
         forget_compiled()
 
-    def tell(self, listeners: Iterable[LayerListener]) -> None:
-        """Tell these from now on, in the order of :class:`Turn`."""
-        self.listeners = sorted(listeners, key=lambda listener: listener.turn)
-        functions = {listener.passes for listener in self.listeners}
-        self._passes = functions.pop() if len(functions) == 1 else None
-
     def drop(self, layer: nn.Module, listener: LayerListener) -> None:
         """Tell this listener nothing more; the hooks are removed with the last listener."""
-        self.tell(other for other in self.listeners if other is not listener)
+        self.listeners = [other for other in self.listeners if other is not listener]
         if not self.listeners:
             for hook in self._hooks:
                 hook.remove()
@@ -218,11 +205,10 @@ class _LayerEvents:
             forget_compiled()
 
     def begin(self, inputs: object, *, training: bool, in_checkpoint: bool = False) -> None:
-        passes = self._passes is not None and self._passes()
-        call = LayerCall(() if passes else self.listeners, training=training, in_checkpoint=in_checkpoint)
+        call = LayerCall(training=training, in_checkpoint=in_checkpoint)
         self._running[threading.get_ident(), call.recomputes] = call
-        for listener in call.listeners:
-            call.told += 1  # first: also one that fails half-way is told of the end
+        for listener in self.listeners:
+            call.told.append(listener)  # first: also one that fails half-way is told of the end
             listener.begin_forward(call, inputs)
 
     def end(self, output: object, *, training: bool, in_checkpoint: bool = False) -> None:
@@ -230,17 +216,17 @@ class _LayerEvents:
         call = self._running.get(key)
         if call is None:
             # A hook of the program's has raised before ours was called, or the layer has called itself.
-            call = LayerCall(self.listeners, training=training)
+            call = LayerCall(training=training)
             call.error_around = None
-            call.told = len(self.listeners)
+            call.told = self.listeners
         elif call.in_checkpoint and not in_checkpoint:
             return
         else:
             del self._running[key]
         failed = sys.exception() is not call.error_around
-        _tell_end(call, failed=failed)
+        _tell_end(call.told, call, failed=failed)
         if not failed:
-            for listener in call.listeners:
+            for listener in call.told:
                 listener.forward_returned(call, output)
 
     def _before_forward(self, module: nn.Module, args: object, kwargs: object) -> None:
@@ -263,15 +249,14 @@ class _LayerEvents:
         return self._running.get((threading.get_ident(), in_backward()))
 
 
-def _tell_end(call: LayerCall, *, failed: bool) -> None:
+def _tell_end(told: Sequence[LayerListener], call: LayerCall, *, failed: bool) -> None:
     """Tell the last listener first, and each, even if one raises; an exit stack takes ten times as long."""
     try:
-        while call.told:
-            call.told -= 1
-            call.listeners[call.told].end_forward(call, failed=failed)
+        if told:
+            told[-1].end_forward(call, failed=failed)
     finally:
-        if call.told:
-            _tell_end(call, failed=failed)
+        if len(told) > 1:
+            _tell_end(told[:-1], call, failed=failed)
 
 
 class _Hook:
@@ -283,7 +268,7 @@ class _Hook:
 
     @interpreted
     def __call__(self, *args: object) -> None:
-        if not _silence.on:
+        if not getattr(_silence, "on", False):
             self._tell(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -304,7 +289,7 @@ class _Checkpoint:
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         call = self.events.running
-        if (call is not None and not call.in_checkpoint) or in_backward() or _silence.on:
+        if (call is not None and not call.in_checkpoint) or in_backward() or getattr(_silence, "on", False):
             # The layer's forward calls it, inside of the hooks, as in newer models.
             return self.function(*args, **kwargs)
         output = None

@@ -56,7 +56,6 @@ class ComparePlans:
         one that runs, the first two are in ``_begin``."""
         self._corrected: tuple[Plan | None, float, Plan | None] = None, 1.0, None
         """A plan, by how much longer it was measured to take, and what it is with that."""
-        self._running = 0  # how many microbatches have begun since the end of a backward
         self._elements = 0.0  # that the plans are for
 
     @property
@@ -84,7 +83,6 @@ class ComparePlans:
     def begin_microbatch(self, elements: int, *, ready: bool) -> Plan | None:
         """A microbatch begins, and is ``ready`` if nothing is proven or measured in it: the plan to change to."""
         self._begin = None
-        self._running += 1
         if not self.measures:
             return None
         if len(self._marks) == MEASURED:
@@ -96,10 +94,10 @@ class ComparePlans:
         return None
 
     def end_backward(self, *, ran_all: bool) -> None:
-        """A backward ends, of a microbatch that ``ran_all`` layers: one that skips some says nothing of a plan."""
-        if ran_all and self._begin is not None and self._running == 1:  # else another one has run in between
+        """A backward ends, of a microbatch that ``ran_all`` layers, and alone: another one says nothing of a plan."""
+        if ran_all and self._begin is not None:
             self._marks.append((*self._begin, self._backend.mark()))
-        self._begin, self._running = None, 0
+        self._begin = None
 
     def _expected_s(self, plans: Mapping[Among, Plan], kind: Among) -> float:
         found = plans.get(kind)

@@ -30,7 +30,7 @@ from offload.device.cuda import CaptureError
 from offload.measuring.compare_plans import ComparePlans
 from offload.measuring.layer_times import ForwardBegins, LayerTimes, count_inputs, warn_if_checkpointed
 from offload.measuring.measure_link import measure_link
-from offload.measuring.memory_left import TOLERANCE, DeviceLeft, GivenMemory, MemoryLeft, allocated_bytes, new_gradients
+from offload.measuring.memory_left import TOLERANCE, DeviceLeft, GivenMemory, MemoryLeft, allocated_bytes
 from offload.measuring.profile_layers import (
     hold_some,
     learned_profile,
@@ -94,8 +94,8 @@ class FollowPlan(HookedLayers):
         self._budget = self._held_bytes = 0
         self._times = LayerTimes(layers, self._backend, ended=self.end_backward)
         self._times.paused = True
+        super().__init__(layers, context)
         begins = [ForwardBegins(partial(self._begin_forward, number)) for number in range(len(layers))]
-        super().__init__(layers, context, begins, self._times.layers)
         self._begins = Attachment(layers, begins)
         self._peak = memory_peak(self._backend.device)
         self._layers = layers
@@ -114,16 +114,17 @@ class FollowPlan(HookedLayers):
         self._plans: dict[Hashable, Plan] = {}  # by the sizes of inputs: for the planned size, and for smaller ones
         # The most in the last microbatch above what there was when its step began, and gradients then, if they count.
         self._peak_bytes = self._gradient_bytes = 0
-        self._before = 1, 0  # elements of the largest timed inputs, and what was saved before the first layer
         self._learning = 0, 0  # the most in the layers of a microbatch that learned, and the elements of its inputs
         self._planned_gradients = 0  # those that a microbatch is planned to begin with: the most so far
         self._timed_gradients = self._counted_gradients = 0  # those with which one was timed, and that the plan counts
         self._watches = True  # whether the peaks of microbatches are measured
         self._recomputed_fits = False  # whether the timed microbatch has kept to the budget
         self._ran_all = False  # whether the last microbatch has skipped no layer
+        self._counted = False  # whether what the last microbatch saved before its first layer was counted
         self._proves = False  # whether this is a plan's first microbatch, which may hold layers twice to prove it
         self._proofs = 0  # how often layers had been proven when the last microbatch began
-        self._corrections_left, self._said = 0, False  # whether the budget is known to be too small
+        self._corrections_left = 0
+        self._said = False  # whether the budget is known to be too small
         self._policies = self._learning_policies()
         for one in self._policies:
             one.is_short = self._is_short
@@ -159,7 +160,8 @@ class FollowPlan(HookedLayers):
 
     def _is_short(self, nbytes: int) -> bool:
         """Whether the microbatch breaks the budget if it needs so much more now."""
-        return self._peak.now_bytes() + self._gradient_bytes + nbytes > (self._budget or self._left.device_bytes())
+        now_bytes = self._peak.now_bytes() + self._gradient_bytes
+        return now_bytes + nbytes > (self._budget or self._left.device_bytes())
 
     def _recompute_all(self) -> None:
         self.context.follow(learning_schedule(len(self._layers)), self._policies)
@@ -173,7 +175,10 @@ class FollowPlan(HookedLayers):
                 one.measure_again()
             self._recompute_all()
         self._stage, self._timed_inputs, self._learned_then = "timing", self._inputs, self._learned
-        self._new_gradients = [new_gradients(layer.parameters()) for layer in self._layers]
+        self._new_gradients = [
+            sum(one.nbytes for one in layer.parameters() if one.is_leaf and one.requires_grad and one.grad is None)
+            for layer in self._layers
+        ]
         self._watches, self._peak_bytes = True, 0
         hold_some(self._policies)
         time_second_runs(self._policies, self._backend)
@@ -183,13 +188,8 @@ class FollowPlan(HookedLayers):
         if self._stage == "learning" and not self._said and not any(one.learned for one in self._policies):
             self._said = warn_if_checkpointed(call, self.names)  # else layers run again in backward by their policies
         if self.context.begins_round(number) and not self.context.has_nothing_to_do():
-            self._times.awaits_end = True
+            self._times.begin_microbatch()
             self.begin_microbatch(list(tensors_in(inputs)))
-
-    def passes_by(self, layer: int) -> bool:
-        passes = self._times.idle and super().passes_by(layer)
-        self._times.forwards += passes
-        return passes
 
     def begin_microbatch(self, inputs: list[torch.Tensor]) -> None:
         """A microbatch is about to enter the first layer that it runs, which is given these."""
@@ -201,13 +201,14 @@ class FollowPlan(HookedLayers):
                     "capture, of which the third follows the plan."
                 )
             return
+        self._counted = self._peak.counts
         proofs, self._proofs = self._proofs, sum(one.proofs for one in self._policies)
         ran_twice = self._learn_costs() or proofs < self._proofs
         proved, self._proves = ran_twice or self._proves, False
         most_bytes, broken = self._peak_bytes, self._left.broken
         if self._stage == "timing":  # which tells what the learning microbatches were counted without
             layers_bytes, elements = self._learning
-            most_bytes = max(most_bytes, layers_bytes + round(elements * self._before[1] / self._before[0]))
+            most_bytes = max(most_bytes, layers_bytes + self._times.before_bytes(elements))
         broken.over_bytes = max(broken.over_bytes, most_bytes - (self._budget or self._left.device_bytes()))
         if self._stage == "timing":
             self._end_timing(self._backend.mark())
@@ -246,11 +247,11 @@ class FollowPlan(HookedLayers):
             self._peak_bytes = 0
         if self._watches and not (self.plan is not largest and self._peak.costs_time):
             # What nobody has counted that was there when the microbatch began would not be seen to be freed.
-            self._proves = self._proves or not self._peak.counts
+            self._proves = self._proves or not self._counted
             self._peak.start()
         else:
             self._peak.stop()
-        self._times.forwards, self._ran_all = 0, False
+        self._ran_all = False
         count_inputs(self._peak, inputs, self._backend.device)
         behind = next((one for one in inputs if one.grad_fn is not None), None)
         if self._stage == "learning" and behind is not None:
@@ -267,18 +268,17 @@ class FollowPlan(HookedLayers):
         # Read the peak before the program has it forgotten.
         if self._backend.capturing:
             return
-        self._ran_all = self._ran_all or self._times.forwards >= len(self._layers)
-        self._times.forwards = 0
-        self._compare.end_backward(ran_all=self._ran_all)
+        self._ran_all = self._times.forwards >= len(self._layers)
+        self._compare.end_backward(ran_all=self._ran_all and self._times.alone)
         self._end_layers()
+        if self._watches and self._stage == "timing" and self._counted:
+            self._times.measure_before(self._inputs.elements)
+        before_bytes = self._times.before_bytes(self._inputs.elements)
         if self._watches:
-            if self._stage == "timing":
-                # On the CPU, nobody has counted that once watching has ended. Of small inputs it may be what is there
-                # with inputs of any size, such as weights in another dtype.
-                self._before = max(self._before, (self._inputs.elements, self._times.before_bytes()))
             most_bytes = self._times.most_bytes() if self._stage == "timing" else self._peak.most_bytes()
-            most_bytes += round(self._inputs.elements * self._before[1] / self._before[0])
-            self._peak_bytes = max(self._peak_bytes, most_bytes + self._gradient_bytes)
+            self._peak_bytes = max(self._peak_bytes, most_bytes + before_bytes + self._gradient_bytes)
+        if self._times.alone and self._peak.counts:
+            self._left.found_left(self._peak.now_bytes() + (before_bytes if self._counted else 0))
 
     def _change_to(self, plan: Plan) -> None:
         """From the next microbatch on, this is the plan for inputs of the planned size."""
@@ -435,7 +435,8 @@ class FollowPlan(HookedLayers):
             if fits:
                 _logger.info("%s is met by no plan: all is recomputed, as while it was measured", budget)
             elif not self._left.more_after_step() and over_bytes is None:
-                least, inside = math.ceil(least_bytes), replace(frugal, profile=replace(self.profile, loss_bytes=0))
+                least = max(math.ceil(least_bytes), self.measured_bytes)
+                inside = replace(frugal, profile=replace(self.profile, loss_bytes=0))
                 outside = format_bytes(max(0, least - inside.peak_bytes))  # at the peak, which may be the loss's
                 self._left.broken.warn_of_plans(budget, self._as_asked(least), outside, host_bytes)
                 self._said = True

@@ -111,13 +111,16 @@ class LayerTimes(Attachment):
         self._left_bytes = 0  # what was allocated when the backward of the layer ended that has ended last
         self.behind: list[torch.Tensor] = []  # the leaves that the input of the microbatch's first layer depends on
         self.early: list[torch.Tensor] = []  # those whose gradient has come from elsewhere before: tied weights
+        self._before = 1, 0  # elements of the largest inputs, and what was saved before the first layer
         self._most_bytes = 0
         self.layers_bytes = 0  # the most until the backward of the layer has ended that has ended last
         self.paused = False  # whether layers run that are not to be timed
         self.queueing = _Queueing(backend)
         self.forwards = 0  # in training that have begun, timed or not, since the user of this set it to 0
-        self.ended = ended  # called once a backward is over for which the user of this has set :attr:`awaits_end`
-        self.awaits_end = False  # whether no layer of the microbatch has a hook yet that calls it
+        self.ended = ended  # called once the backward of a microbatch is over that was said to begin
+        self._awaits_end = False  # whether no layer of the microbatch has a hook yet that calls it
+        self._begun = 0  # how many microbatches have begun since the end of a backward
+        self.alone = False  # whether no other microbatch has run beside the one that ended last
         super().__init__(layers, self.layers)
 
     def remove(self) -> None:
@@ -141,10 +144,20 @@ class LayerTimes(Attachment):
             self.between_bytes = self._most_bytes = 0
             memory.start()
 
-    @property
-    def idle(self) -> bool:
-        """Whether a layer's forward that begins is neither timed nor to call what :attr:`awaits_end` waits for."""
-        return self.paused and not self.awaits_end
+    def begin_microbatch(self) -> None:
+        """A microbatch begins, of which the end is to be told."""
+        self._awaits_end, self.forwards = True, 0
+        self._begun += 1
+
+    def await_end(self, call: LayerCall, output: object) -> None:
+        """A layer has returned this: the microbatch ends with the backward that comes to it, unless none does."""
+        if self._awaits_end and not call.recomputes and torch.is_grad_enabled():
+            ends = partial(when_backward_ends, self._end_microbatch)
+            self._awaits_end = not before_backward(tensors_in(output), call.first_node, lambda _: ends())
+
+    def _end_microbatch(self) -> None:
+        self.alone, self._begun = self._begun == 1, 0
+        self.ended()
 
     @property
     def ran(self) -> list[int]:
@@ -199,16 +212,22 @@ class LayerTimes(Attachment):
         self.mark()
         return self._most_bytes
 
-    def before_bytes(self) -> int:
-        """What is saved before the first layer until the backward that has just ended, beside that layer's input.
+    def measure_before(self, elements: int) -> None:
+        """Note what inputs of so many elements save before the first layer, until the backward that has just ended.
 
         Nobody can tell where the layer's own gradients or weights go after its backward.
         """
         early_bytes = sum(leaf.nbytes for leaf in self.early)  # in what was measured already
         self.behind, self.early, first = [], [], self.layers[0].module()
         if self.memory is None or first is None or is_sharded(first) or compute_device([first]) is not None:
-            return 0
-        return max(0, self._left_bytes - early_bytes - self.memory.other_bytes())
+            return
+        found_bytes = self._left_bytes - early_bytes - self.memory.other_bytes()
+        # Of small inputs it may be what is there with inputs of any size, such as weights in another dtype.
+        self._before = max(self._before, (elements, max(0, found_bytes)))
+
+    def before_bytes(self, elements: int) -> int:
+        """What is saved before the first layer of inputs of so many elements, beside that layer's input."""
+        return round(elements * self._before[1] / self._before[0])
 
     def find_behind(self, tensors: Iterable[torch.Tensor]) -> None:
         """Find the leaves to which backward adds a gradient on its way from these tensors."""
@@ -374,10 +393,7 @@ class MeasuredLayer(LayerListener):
             if not before_backward(tensors_in(output), call.first_node, partial(self._begin_backward, backward)):
                 # It is frozen, or an identity.
                 backward.reached = backward.start = backward.end = forward.end
-        if times.awaits_end and not call.recomputes and torch.is_grad_enabled():
-            ended = times.ended
-            begun = before_backward(tensors_in(output), call.first_node, lambda _: when_backward_ends(ended))
-            times.awaits_end = not begun
+        times.await_end(call, output)
 
     def _begin_backward(self, backward: Pass, _: object) -> None:
         times = self._times

@@ -86,6 +86,9 @@ class MemoryLeft(Protocol):
         """Gradients on the device now, if they count to what a step adds, whichever step has added them."""
         return 0
 
+    def found_left(self, nbytes: int) -> None:
+        """A microbatch has left so many bytes more than there were before it, gradients included."""
+
     def asked_bytes(self, nbytes: int) -> int:
         """The ``memory_budget`` with which a step may need so many bytes."""
         return nbytes
@@ -96,7 +99,11 @@ class MemoryLeft(Protocol):
 
 
 class GivenMemory(MemoryLeft):
-    """A budget in bytes, to which gradients count that earlier microbatches of the same step have added."""
+    """A budget in bytes, to which counts what earlier microbatches of the same step have left.
+
+    That is gradients of the layers, and what a microbatch was found to leave beside these: gradients of an embedding or
+    a head, or logits that the program holds.
+    """
 
     def __init__(
         self, device_bytes: int, device: torch.device, layers: Iterable[nn.Module], host_bytes: int | None
@@ -108,13 +115,22 @@ class GivenMemory(MemoryLeft):
         self._parameters = [parameter for layer in layers for parameter in layer.parameters()]
         self._versions = -1  # the sum of the parameters' versions: an optimizer's step changes them
         self._before_bytes = 0  # the gradients that there were when the step began
+        self._begin_bytes = 0  # those when the microbatch began
+        self._others_bytes = 0  # the most that a microbatch has left beside gradients of the layers
 
     def gradient_bytes(self) -> int:
-        now_bytes = bytes_of_gradients(self._parameters, self._device)
+        now_bytes = self._begin_bytes = bytes_of_gradients(self._parameters, self._device)
         versions = sum(one._version for one in self._parameters if not one.is_inference())
         before_bytes = self._before_bytes if versions == self._versions else now_bytes
         self._versions, self._before_bytes = versions, min(before_bytes, now_bytes)
-        return now_bytes - self._before_bytes
+        return self._with_others(now_bytes - self._before_bytes)
+
+    def found_left(self, nbytes: int) -> None:
+        new_bytes = bytes_of_gradients(self._parameters, self._device) - self._begin_bytes
+        self._others_bytes = max(self._others_bytes, nbytes - new_bytes)
+
+    def _with_others(self, gradient_bytes: int) -> int:
+        return gradient_bytes + self._others_bytes if gradient_bytes else 0
 
     def device_bytes(self) -> int:
         return self._device_bytes
@@ -133,20 +149,14 @@ class DeviceLeft(GivenMemory):
         return int(AUTO_SHARE * (left_bytes(self._device) + self.gradient_bytes()))
 
     def gradient_bytes(self) -> int:
-        return bytes_of_gradients(self._parameters, self._device)
+        self._begin_bytes = bytes_of_gradients(self._parameters, self._device)
+        return self._with_others(self._begin_bytes)
 
 
 def bytes_of_gradients(parameters: Iterable[torch.Tensor], device: torch.device) -> int:
     """The gradients that parameters have on a device; of sharded ones, this rank's part."""
-    # Each microbatch asks for all of them: a plain one is its own part. An alias would wait for its step.
     gradients = (parameter.grad for parameter in parameters if parameter.is_leaf)
-    here = (one for one in gradients if one is not None and one.device == device)
-    return sum((local(one) if hasattr(one, "to_local") else one).nbytes for one in here)
-
-
-def new_gradients(parameters: Iterable[torch.Tensor]) -> int:
-    """The bytes of the gradients that a backward allocates for parameters."""
-    return sum(one.nbytes for one in parameters if one.is_leaf and one.requires_grad and one.grad is None)
+    return sum(local(one).nbytes for one in gradients if one is not None and one.device == device)
 
 
 def allocated_bytes(device: torch.device) -> int:

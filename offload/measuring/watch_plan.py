@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from functools import partial
 
 from torch import nn
@@ -12,15 +13,17 @@ from offload.base.checks import format_bytes, warn_caller
 from offload.base.layer_events import Attachment, LayerCall
 from offload.base.tensors import tensors_in
 from offload.measuring.layer_times import ForwardBegins, LayerTimes, count_inputs
-from offload.measuring.memory_left import TOLERANCE, BrokenBudget
+from offload.measuring.memory_left import TOLERANCE, BrokenBudget, GivenMemory
+from offload.measuring.sizes import given_to
 from offload.observe.memory import memory_peak
 from offload.planning.plan import Plan
 
 
 class WatchedPlan(HookedLayers):
-    """Layers that follow a given plan; what breaks the plan's budget is said once.
+    """Layers that follow a given plan; what breaks the plan's budget is said.
 
-    Of the microbatches that learn nothing, the first one tells, unless nothing was counted before it.
+    A microbatch that learns nothing tells of all that have no larger inputs and begin with no more gradients: these are
+    not watched, as measuring a peak takes time.
     """
 
     def __init__(self, layers: list[nn.Module], context: OffloadContext, plan: Plan) -> None:
@@ -30,13 +33,15 @@ class WatchedPlan(HookedLayers):
         self._begins = Attachment(layers, begins)
         self._memory = memory_peak(context.backend.device)
         self._plan = plan
+        self._expected = max(plan.memory_budget, plan.peak_bytes)  # a plan made by hand may predict more
+        self._left = GivenMemory(self._expected, context.backend.device, layers, None)
+        self._broken = BrokenBudget()
         self._learned = 0  # how many forwards were learned when the microbatch began
-        self._is_first = True
-        """Whether nothing was counted before the microbatch, as what is saved before the first layer."""
-        self._learning_bytes = 0
-        """The most memory in a microbatch that learned something, without what is saved before the first layer."""
-        self._peak_bytes: int | None = None
-        """The most memory in a microbatch that learned nothing; ``None`` before its backward has ended."""
+        self._now = 0, 0  # the elements of the microbatch's inputs, and the bytes of gradients that it began with
+        self._known: list[tuple[int, int]] = []  # those of microbatches that have told of others
+        self._counted = False  # whether what is saved before the first layer was counted
+        self._learning = 0, 0  # the most memory in a microbatch that learned, without that, and its elements
+        self._peak_bytes: int | None = None  # the most memory in a microbatch that learned nothing, once it has ended
 
     def remove(self) -> None:
         super().remove()
@@ -49,36 +54,48 @@ class WatchedPlan(HookedLayers):
     def _begin_forward(self, number: int, call: LayerCall, inputs: object) -> None:
         if not self.context.begins_round(number) or self.context.has_nothing_to_do():
             return
-        if self._peak_bytes is not None:
+        if self._peak_bytes is not None and self._say(self._peak_bytes):
             self._stop_watching()
-            self._say(self._peak_bytes)
             return
-        self._learned, self._is_first = self._count_learned(), self._times.memory is None
-        self._times.awaits_end, self._times.forwards = True, 0
+        tensors, self._peak_bytes = list(tensors_in(inputs)), None
+        self._now = given_to(tensors).elements, self._left.gradient_bytes()
+        if any(all(map(operator.le, self._now, one)) for one in self._known):
+            self._times.start(paused=True)
+            return
+        self._learned, self._counted = self._count_learned(), self._memory.counts
+        self._times.begin_microbatch()
         self._times.start(self._memory)
-        count_inputs(self._memory, tensors_in(inputs), self.context.backend.device)
+        count_inputs(self._memory, tensors, self.context.backend.device)
 
     def _end_backward(self) -> None:
-        before_bytes, most_bytes = self._times.before_bytes(), self._times.most_bytes()
-        if self._is_first:  # what backward frees before the first layer was not counted
-            self._learning_bytes = self._times.layers_bytes
-        elif self._learned != self._count_learned():
-            self._learning_bytes = max(self._learning_bytes, most_bytes)
+        if self._times.memory is None:
+            return  # another microbatch has begun since, which is not watched
+        elements, gradient_bytes = self._now
+        if self._counted:
+            self._times.measure_before(elements)
+        most_bytes = self._times.most_bytes() if self._counted else self._times.layers_bytes
+        before_bytes = self._times.before_bytes(elements)
+        if self._times.alone:
+            self._left.found_left(self._memory.now_bytes() + (before_bytes if self._counted else 0))
+        if self._learned != self._count_learned() or not (self._counted or self._known):
+            self._learning = max(self._learning, (most_bytes + gradient_bytes, elements))
         else:
-            self._peak_bytes = before_bytes + most_bytes
-            self._learning_bytes += before_bytes
+            self._peak_bytes = most_bytes + before_bytes + gradient_bytes
+            self._known.append(self._now)
 
     def _count_learned(self) -> int:
         return sum(one.learned for one in self.context.policies if one is not None)
 
-    def _say(self, peak_bytes: int) -> None:
-        budget = self._plan.memory_budget
-        expected = max(budget, self._plan.peak_bytes)  # a plan made by hand may predict more
-        if peak_bytes <= (1 + TOLERANCE) * expected:
-            BrokenBudget(over_bytes=self._learning_bytes - expected).tell(expected)
-            return
+    def _say(self, peak_bytes: int) -> bool:
+        """Say what the microbatches so far, of which the last one needed this, are to be told of; whether for good."""
+        if peak_bytes <= (1 + TOLERANCE) * self._expected:
+            learning_bytes, elements = self._learning
+            self._broken.over_bytes = learning_bytes + self._times.before_bytes(elements) - self._expected
+            self._broken.tell(self._expected)
+            return False
         warn_caller(
-            f"memory_budget = {format_bytes(budget)} was not met by the plan, which predicted "
+            f"memory_budget = {format_bytes(self._plan.memory_budget)} was not met by the plan, which predicted "
             f"{format_bytes(self._plan.peak_bytes)}: a microbatch needed {format_bytes(peak_bytes)}; plan with a "
             "smaller memory_budget, or give memory_budget to offload_layers, which corrects its plans."
         )
+        return True

@@ -19,6 +19,7 @@ import offload
 from offload.base.checks import format_bytes
 from offload.device.select import get_backend
 from offload.host import pool as host_pool
+from offload.measuring.compare_plans import ComparePlans
 from offload.measuring.follow_plan import RESERVE, SLACK
 from offload.measuring.layer_times import LayerTimes
 from offload.measuring.memory_left import left_bytes
@@ -530,6 +531,33 @@ def test_a_budget_that_the_loss_breaks_names_what_is_outside_of_the_layers(lab: 
     assert float(outside) > 0.9 * float(needed)
 
 
+def test_what_a_microbatch_in_flight_holds_is_not_taken_for_gradients(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is there when the backward of the one before ends; and neither tells how long a plan takes."""
+    compared: list[bool] = []
+    monkeypatch.setattr(ComparePlans, "end_backward", lambda _, *, ran_all: compared.append(ran_all))
+    layers, x = build("decoder", LAYERS, lab.device)
+    optimizer = torch.optim.SGD(layers.parameters(), lr=1e-3)
+
+    def step(*, in_flight: bool = True) -> int:
+        if in_flight:
+            for loss in [through(layers, one * 1).square().mean() for one in (x[:1, :2], x)]:
+                loss.backward()
+        with offload.memory_meter(lab.device) as meter:
+            through(layers, x * 1).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return meter.peak_bytes + in_flight * sum(one.nbytes for one in layers.parameters())
+
+    with budgeted(layers, lab, round(1.1 * max(step() for _ in range(2)))) as handle:
+        compared.clear()
+        for in_flight in (False, False, False, True, True, True):
+            step(in_flight=in_flight)
+        assert handle.plan.num_layers == handle.plan.recompute_s == 0
+    assert compared == [*[True] * 3, *[False, False, True] * 3]
+
+
 def test_a_budget_that_cannot_be_met_is_said_once(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
     """And logged for each longer input, which need not tell more."""
     caplog.set_level("INFO", "offload.measuring")
@@ -766,6 +794,21 @@ def test_a_given_plan_whose_budget_is_broken_on_the_cpu_is_said_once(regions: bo
         step()
 
 
+def test_a_given_plan_whose_budget_longer_inputs_break_is_said_once(lab: Lab) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    x = x.detach()
+    options: dict[str, Any] = {"min_bytes": 1, "device": lab.device}
+    profile = offload.profile_layers(layers, partial(step_peak, layers, x), regions=True, steps=1, **options)
+    plan = offload.plan(profile, step_peak(layers, x), offload.Link(1e9, 1e9, 1.5e9))
+    with offload.offload_layers(layers, plan=plan, **options):
+        assert max(step_peak(layers, x) for _ in range(4)) <= plan.memory_budget
+        longer_bytes = step_peak(layers, x.repeat(2, 1, 1))
+        with pytest.warns(UserWarning, match="not met by the plan, which predicted") as told:
+            step_peak(layers, x)
+        step_peak(layers, x)
+    assert f"a microbatch needed {format_bytes(longer_bytes)};" in str(told[0].message)
+
+
 @pytest.mark.parametrize("stem", [nn.Identity(), Stem(saves_result=True)], ids=["layers", "a stem before them"])
 def test_what_a_plans_first_step_needs_is_said_if_that_breaks_the_budget(stem: nn.Module, lab: Lab) -> None:
     layers, _ = build("decoder", 1, lab.device)
@@ -929,6 +972,45 @@ def test_gradients_of_earlier_microbatches_count(lab: Lab) -> None:
     with budgeted(layers, lab, round(0.9 * step())):  # also where the plan was measured without them
         peaks = [step(microbatches) for microbatches in (1, 1, 1, 1, 1, 2, 2, 2, 2)]
     assert gradients_bytes < max(peaks) <= 0.9 * step()
+
+
+@pytest.mark.parametrize("varying", [False, True])
+@pytest.mark.parametrize("decides", ["memory_budget", "plan"])
+def test_gradients_outside_of_the_layers_count_that_earlier_microbatches_left(
+    decides: str, varying: bool, lab: Lab
+) -> None:
+    """Nobody has named the embedding and the head, whose gradients need more than a microbatch's activations."""
+    layers, _ = build("mlp", LAYERS, lab.device)
+    model = nn.ModuleList([nn.Embedding(8192, WIDTH), layers, nn.Linear(WIDTH, 8192)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step(microbatches: int, rows: int = 8) -> int:
+        with offload.memory_meter(lab.device) as meter:
+            for _ in range(microbatches):
+                y = through(layers, model[0](torch.arange(64 * rows).view(rows, 64)))
+                model[2](y[:, :1]).square().mean().backward()
+                rows = max(2, rows // 2) if varying else rows
+        optimizer.step()
+        optimizer.zero_grad()
+        return meter.peak_bytes
+
+    options: dict[str, Any] = {"min_bytes": 1, "device": lab.device}
+    profile = offload.profile_layers(layers, partial(step, 1), regions=True, steps=1, **options)
+    budget = round(1.05 * step(1))
+    given = {"memory_budget": budget, "plan": offload.plan(profile, budget, offload.Link(1e9, 1e9, 1.5e9))}
+    with offload.offload_layers(layers, **{decides: given[decides]}, **options):
+        assert max(step(1) for _ in range(5)) <= budget  # and no word
+    said = pytest.warns(UserWarning, match="memory_budget = .* (cannot be met|was not met|is kept to)")
+    with offload.offload_layers(layers, **{decides: given[decides]}, **options), said as told:
+        peaks = [step(3) for _ in range(6)]
+    assert peaks[-1] > 1.02 * budget or "kept to from here on" in str(told[0].message)
+    if decides == "plan":
+        assert f"a microbatch needed {format_bytes(max(peaks))};" in str(told[0].message)
+    budget = round(0.9 * step(3))
+    with budgeted(layers, lab, budget) as handle:
+        peaks = [step(3) for _ in range(6)]
+        assert 0.7 * budget < peaks[-1] <= budget
+        assert handle.plan.recompute_s > 0 or handle.plan.num_layers
 
 
 def test_gradients_count_and_do_not_grow_where_each_length_is_longer_than_the_one_before(lab: Lab) -> None:

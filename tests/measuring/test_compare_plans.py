@@ -95,19 +95,12 @@ def test_a_host_that_is_busy_for_a_moment_does_not_decide() -> None:
     assert not compare.measures
 
 
-def test_microbatches_that_overlap_or_are_small_are_not_measured() -> None:
+def test_small_microbatches_are_not_measured() -> None:
     plans = {Among.REGIONS: plan(1.0), Among.CHECKPOINTS: plan(1.3)}
     device = Device()
     compare = ComparePlans(device)
     first = compare.best(plans, 100)
     run(compare, device, {id(first): 9.0}, first, elements=50)
-    assert compare.measures
-    for _ in range(20):
-        assert compare.begin_microbatch(100, ready=True) is None
-        assert compare.begin_microbatch(100, ready=True) is None
-        device.now_s += 9.0
-        compare.end_backward(ran_all=True)
-        compare.end_backward(ran_all=True)
     assert compare.measures
 
 

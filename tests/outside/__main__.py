@@ -51,7 +51,10 @@ def main() -> None:
     programs.add_argument("--record", type=Path, default=RESULTS / "outside_programs.json")
     programs.set_defaults(run=run_programs)
     budgets = commands.add_parser("budgets", help="random models on the CPU under random budgets")
+    budgets.add_argument("--first", type=int, default=0, help="the first seed")
     budgets.add_argument("--number", type=int, default=40, help="how many models")
+    budgets.add_argument("--microbatches", type=int, default=1, help="how many there are in a step")
+    budgets.add_argument("--varying", action="store_true", help="their lengths vary")
     budgets.add_argument("--record", type=Path, default=RESULTS / "outside_budgets.json")
     budgets.set_defaults(run=run_budgets)
     for command in (operations, architectures):
@@ -120,8 +123,8 @@ def run_programs(options: argparse.Namespace) -> None:
 def run_budgets(options: argparse.Namespace) -> None:
     """Random models under random budgets: the peak of each, by ``memory_budget`` and by ``plan``, as fractions."""
     rows = []
-    for seed in range(options.number):
-        report = check_budget(seed)
+    for seed in range(options.first, options.first + options.number):
+        report = check_budget(seed, options.microbatches, varying=options.varying)
         row = asdict(report) | {key: getattr(report, key) / report.budget for key in ("peak", "highest", "planned")}
         rows.append(row)
         print(f"{seed}: {row['peak']:.3f} {row['planned']:.3f} {report.wrong or len(report.messages)}", flush=True)
@@ -130,7 +133,8 @@ def run_budgets(options: argparse.Namespace) -> None:
     wrong = sum(bool(row["wrong"]) for row in rows)
     counts = {"models": len(rows), "held": held, "held_by_plan": held_by_plan, "wrong": wrong}
     print(counts)
-    write(origin_now() | counts | {"rows": rows}, options.record)
+    settings = {"first_seed": options.first, "microbatches": options.microbatches, "varying": options.varying}
+    write(origin_now(**settings) | counts | {"rows": rows}, options.record)
 
 
 def count(found: dict[str, dict[str, Any]]) -> dict[str, int]:

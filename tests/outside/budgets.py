@@ -2,6 +2,7 @@
 
 import random
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,35 +110,52 @@ def build(seed: int) -> tuple[Model, torch.Tensor, str, float]:
     return model, tokens, words, rng.uniform(0.35, 1.1)
 
 
-def step(model: Model, tokens: torch.Tensor, optimizer: torch.optim.Optimizer) -> int:
-    """A step of training; returns the most bytes that it needed at once."""
+def step(model: Model, tokens: torch.Tensor, optimizer: torch.optim.Optimizer, lengths: Sequence[int]) -> int:
+    """A step of training, of a microbatch of each length; returns the most bytes that it needed at once."""
     with offload.memory_meter("cpu") as meter:
-        model(tokens).backward()
+        for length in lengths:
+            model(tokens[:, :length]).backward()
     optimizer.step()
     optimizer.zero_grad()
     return meter.peak_bytes
 
 
-def check(seed: int) -> Report:
-    """Train one model under a budget, by ``memory_budget`` and by ``plan``."""
+def check(seed: int, microbatches: int = 1, *, varying: bool = False) -> Report:
+    """Train one model under a budget, by ``memory_budget`` and by ``plan``.
+
+    Steps have so many microbatches, all of the same length, or of lengths that vary up to that.
+    """
     model, tokens, words, share = build(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    report = Report(words)
-    report.free = max(step(model, tokens, optimizer) for _ in range(2))
+    report, rng = Report(words), random.Random(seed)
+    longest = [tokens.shape[1]] * microbatches
+
+    def train(steps: int) -> list[int]:
+        drawn = [[rng.randint(4, one) if varying else one for one in longest] for _ in range(steps)]
+        peaks = [step(model, tokens, optimizer, lengths) for lengths in drawn]
+        step(model, tokens, optimizer, [4])  # what the last one has needed is said in the next
+        return peaks
+
+    report.free = max(step(model, tokens, optimizer, longest) for _ in range(2))
     report.budget = budget = int(share * report.free)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         with offload.offload_layers(model.layers, memory_budget=budget, min_bytes=1, device="cpu"):
-            peaks = [step(model, tokens, optimizer) for _ in range(STEPS)]
+            peaks = train(STEPS)
     report.peak, report.highest = max(peaks[-3:]), max(peaks)
     report.messages = [str(one.message) for one in told if "memory_budget" in str(one.message)]
-    if len(report.messages) > 1:
+    if len(report.messages) > 1 and not varying:
         report.wrong = "more than one message"
     elif report.highest > (1 + TOLERANCE) * budget and not report.messages:
         report.wrong = f"memory_budget: {report.highest / budget:.3f} of the budget without a message"
     try:
         profile = offload.profile_layers(
-            model.layers, lambda: step(model, tokens, optimizer), min_bytes=1, device="cpu", regions=True, steps=1
+            model.layers,
+            lambda: step(model, tokens, optimizer, longest),
+            min_bytes=1,
+            device="cpu",
+            regions=True,
+            steps=1,
         )
         plan = offload.plan(profile, budget, LINK)
     except ValueError as error:
@@ -146,7 +164,7 @@ def check(seed: int) -> Report:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         with offload.offload_layers(model.layers, plan=plan, min_bytes=1, device="cpu"):
-            learning, *peaks = [step(model, tokens, optimizer) for _ in range(4)]
+            learning, *peaks = train(4)
     report.planned = max(peaks)
     said = [str(one.message) for one in told if "memory_budget" in str(one.message)]
     report.messages += said

@@ -57,7 +57,7 @@ def test_one_of_each_kind() -> None:
     assert all(report["recomputed"] > 0 for report in reports.values())
 
 
-HELD, TOO_SMALL = (3, 4), (23,)
+HELD, TOO_SMALL, ACCUMULATED = (3, 4), (23,), (5025, 6006)
 """Seeds of small models."""
 
 
@@ -68,6 +68,12 @@ def test_the_peak_keeps_to_the_budget(seed: int) -> None:
     assert not report.messages
     assert 0.5 < report.peak / report.budget <= 1 + TOLERANCE
     assert 0.5 < report.planned / report.budget <= 1 + TOLERANCE
+
+
+@pytest.mark.parametrize("varying", [False, True])
+@pytest.mark.parametrize("seed", ACCUMULATED)
+def test_the_peak_of_several_microbatches_keeps_to_the_budget_or_that_is_said(seed: int, varying: bool) -> None:
+    assert not check_budget(seed, 3, varying=varying).wrong
 
 
 @pytest.mark.parametrize("seed", TOO_SMALL)
