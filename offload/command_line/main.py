@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -57,7 +58,7 @@ def answer_plan(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
         f"microbatch  {options.batch} x {options.tokens} tokens, with {saved} of activations, {loss} for the loss",
         f"device      {format_bytes(memory)}, of which {format_bytes(made.memory_budget)} can be used",
         f"speed       {rates.flop_per_s / 1e12:.0f} TFLOP/s in layers, {link}",
-        f"do          {write or 'nothing fits: a larger device, or fewer tokens'}",
+        f"do          {write or _remedy(made, options.host_memory)}",
         f"\n{made}",
     ]
     plan = made.chosen.plan if write else None
@@ -105,14 +106,24 @@ def call_for(model: Counted, made: TrainingPlan, memory: int) -> str | None:
     """
     if not made.fits:
         return None
-    recipe, plan = made.chosen.recipe, made.chosen.plan
+    recipe, plan, limit = made.chosen.recipe, made.chosen.plan, made.max_host_bytes
+    host = "" if limit is None else f', max_host_bytes="{_rounded_down(limit)}"'
     if recipe == RECIPES[0]:
         if plan is None or not (plan.host_bytes or plan.recompute_s):
             return "offload nothing: all fits"
         left = made.memory_budget - model.training.held_bytes(recipe)
-        return f'offload_layers({model.layers}, memory_budget="{_rounded_down(left)}")'
+        return f'offload_layers({model.layers}, memory_budget="{_rounded_down(left)}"{host})'
     steps = ", step_in_backward=True" if recipe.gradients == "consumed" else ""
-    return f'prepare(model, optimizer, memory_budget="{_rounded_down(memory)}"{steps}{_in_float32(model.training)})'
+    options = f"{host}{steps}{_in_float32(model.training)}"
+    return f'prepare(model, optimizer, memory_budget="{_rounded_down(memory)}"{options})'
+
+
+def _remedy(made: TrainingPlan, host: int | None) -> str:
+    """What would help, as nothing fits. Beside activations, each recipe needs ``device_bytes`` at least."""
+    if any(one.device_bytes <= made.memory_budget for one in made.recipes):
+        return f"nothing fits: fewer tokens, {'' if host is None else 'more host memory, '}or a larger device"
+    least = format_bytes(math.ceil(min(one.device_bytes for one in made.recipes) / USABLE))
+    return f"nothing fits, even without a token: a device of more than {least}, or fewer trained parameters"
 
 
 def _in_float32(training: TrainingBytes) -> str:

@@ -92,6 +92,24 @@ def test_goes_from_call_to_call_as_memory_shrinks(model):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("share", "call"), [(0.6, "prepare(model, "), (1, "offload_layers(model.model.layers, ")])
+def test_a_limit_of_the_host_is_in_the_call(capsys, model, share, call):
+    usable = share * model.parameters * 8 + model.profile.loss_bytes + 0.3 * model.profile.saved_bytes
+    found = asked(capsys, *LLAMA, f"--memory={int(usable / 0.92)}B", "--host-memory=2GiB")
+    assert found["write"].startswith(call)
+    assert ', max_host_bytes="2.0GiB"' in found["write"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("share", "said"), [(0.2, "fits, even without a token: a device of more than"), (3, "fits: fewer tokens, or a")]
+)
+def test_nothing_fits_says_what_would(capsys, model, share, said):
+    assert main(["plan", *LLAMA, f"--memory={int(share * model.parameters)}B"]) == 1
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_a_slower_machine_takes_longer(capsys, model):
     needed = model.parameters * 8 + model.profile.loss_bytes + 0.2 * model.profile.saved_bytes
     words = [*LLAMA, f"--memory={int(needed / 0.92)}B"]
