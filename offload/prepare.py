@@ -18,7 +18,8 @@ from offload.base.layer_events import check_layers, compute_device
 from offload.device.select import resolve_device
 from offload.measuring.in_pieces import Pieces
 from offload.measuring.memory_left import all_bytes, training_bytes, usable_bytes
-from offload.optimizer.stream import CHUNK_BYTES, check_float32
+from offload.optimizer.proof import with_groups
+from offload.optimizer.stream import CHUNK_BYTES, check_float32, check_overlap
 from offload.planning.recipes import RECIPES, without_activations
 from offload.prepared import PreparedTraining
 from offload.recompute.compiled_levels import parse_compile
@@ -35,6 +36,7 @@ def prepare(
     state_dtype: torch.dtype | None = None,
     master_weights: bool = False,
     step_in_backward: bool = False,
+    overlap_forward: bool = False,
     in_pieces: bool = True,
     min_bytes: int | str = DEFAULT_MIN_BYTES,
     compile: bool | Mapping[str, Any] = False,  # noqa: A002  # as PyTorch calls it
@@ -79,6 +81,8 @@ def prepare(
         master_weights: Whether to step float32 weights, as :func:`stream_optimizer` does; needs ``state_dtype``.
         step_in_backward: Whether parameters may be stepped in backward, as soon as their gradients are complete. Then
             gradients need no memory of their own. Leave it out with clipping, ``GradScaler`` or accumulation.
+        overlap_forward: Whether a step of streamed state may run beside the next forward, as :func:`stream_optimizer`
+            does it. Recipes that step in backward, or with weights on the host, leave nothing to overlap.
         in_pieces: Whether the loss and MLPs may be computed in pieces, which changes the last bits.
         min_bytes: Activations below this size are kept on the device.
         compile: Whether to compile the layers, as :func:`offload_layers` does it; or arguments of ``torch.compile``.
@@ -96,6 +100,8 @@ def prepare(
     target = resolve_device(device)
     budget = all_bytes(target, model, optimizer) if memory_budget == "auto" else parse_budget(memory_budget)
     host = None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes")
+    if overlap_forward:
+        check_overlap(one for _, one in with_groups(optimizer))
     parse_bytes(min_bytes, "min_bytes")
     parse_compile(compile)
     found: Any = layers
@@ -129,7 +135,5 @@ def prepare(
             "train fewer parameters (LoRA)."
         )
     follow = {"min_bytes": min_bytes, "compiles": compile}
-    pieces = Pieces(model, modules, allowed=in_pieces)
-    return PreparedTraining(
-        model, modules, lists, optimizer, training, plan, target, in_float32, chunk_bytes, follow, pieces
-    )
+    options = in_float32, overlap_forward, chunk_bytes, follow, Pieces(model, modules, allowed=in_pieces)
+    return PreparedTraining(model, modules, lists, optimizer, training, plan, target, *options)

@@ -59,6 +59,7 @@ class PreparedTraining(Handle):
     _plan: TrainingPlan
     _device: torch.device
     _in_float32: Mapping[str, Any]  # which numbers are held and stepped in float32: arguments of stream_optimizer
+    _overlap_forward: bool
     _chunk_bytes: int
     _follow: Mapping[str, Any]  # how a plan of the activations is followed
     _pieces: Pieces
@@ -221,6 +222,8 @@ class PreparedTraining(Handle):
             self._weights = stream_weights(self._layers, self._device)
         self._model.to(self._device)
         most = self._most_pooled()
+        if self._overlap_forward and not recipe.overlaps:
+            _logger.info("overlap_forward: no step is left to run beside the next forward with %s", recipe)
         if recipe.optimizer == "streamed" or (recipe.optimizer == "resident" and self._in_float32["state_dtype"]):
             self._state = stream_optimizer(  # which adopts the state from where it is
                 self._optimizer,
@@ -230,6 +233,7 @@ class PreparedTraining(Handle):
                 **self._in_float32,
                 in_backward=recipe.gradients == "consumed",
                 consume_gradients=recipe.gradients == "consumed",
+                overlap_forward=self._overlap_forward and recipe.overlaps,
             )
         else:
             move_state(self._optimizer)
@@ -274,6 +278,8 @@ class PreparedTraining(Handle):
     def _after_step(self, *_: object) -> None:
         """A step has ended: decide once there is a profile, and again if that of longer inputs does not fit."""
         activations = self._activations
+        if self._overlap_forward and self._state is not None and activations is not None and activations.measures:
+            self._state.synchronize()  # what is timed next has no waits for this step
         if activations is None or activations.profile is None or not (self._prediction is None or self._decides_again):
             return
         self._deciding = True
@@ -303,7 +309,8 @@ class PreparedTraining(Handle):
             self._optimizer, device=self._device, chunk_bytes=self._chunk_bytes, **self._in_float32
         )
         arithmetic_s = element_s * self._training.trained_elements
-        self._prediction = Prediction(self._training, link, self.recipe, self.resident_bytes, arithmetic_s)
+        measured = self.recipe, self.resident_bytes, arithmetic_s
+        self._prediction = Prediction(self._training, link, *measured, overlap_forward=self._overlap_forward)
         self._plan_recipes(self._prediction, activations, profile)
         if not self._plan.fits:
             if self._pieces.left:  # the layers are measured again, with something in pieces

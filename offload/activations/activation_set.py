@@ -15,7 +15,7 @@ from offload.activations.handles import KeptHandle, MovedHandle, SavedHandle, Su
 from offload.activations.saved_storage import SavedStorage, watched
 from offload.activations.what_moves import SMALL, Parts, Rules, decide
 from offload.base import trace
-from offload.base.torch_private import next_node, pop_hooks, push_hooks
+from offload.base.torch_private import address_of, next_node, pop_hooks, push_hooks
 from offload.device.backend import Event, Stream, Wait
 
 EVENT_BYTES = 1 << 24  # reloads share an event until there are so many bytes, which take the link 0.3 ms
@@ -48,10 +48,11 @@ _REMEDY = {
 }
 
 
-class Saved(weakref.WeakKeyDictionary[torch.UntypedStorage, "weakref.ref[SavedStorage]"]):
-    """The storages that one microbatch has saved, by the program's memory, and those of the operation at work.
+class Saved(dict[int, "weakref.ref[SavedStorage]"]):
+    """The storages that one microbatch has saved, by the program's, and those of the operation at work.
 
-    All weakly: a storage that the graph has let go of is not copied any more. Autograd may save a tensor before the
+    All weakly: a storage that the graph has let go of is not copied any more. The address of one that the program has
+    let go of may be another's by now. Autograd may save a tensor before the
     kernel has run that writes it: ``rrelu`` saves its noise first and draws it then, without a change of its version.
     So nothing is copied, and no ready event recorded, until the operation is over: when a later one saves, when the
     layer's forward ends, or when the program asks. Only the first tensor that a layer saves is copied at once if
@@ -144,7 +145,7 @@ class ActivationSet:
     def pack(self, tensor: torch.Tensor, changes: int = 0) -> SavedHandle:
         """The pack hook: a handle for a tensor that autograd saves; ``changes`` as :class:`SavedStorage` has it."""
         self.in_graph = True
-        token = self._token
+        token = self.alive or self._token
         decision = decide(tensor, self._rules)
         if decision is SMALL:
             self._small += 1
@@ -154,21 +155,21 @@ class ActivationSet:
         known = self._known
         if known.operation and next_node() != known.node:
             self._end_operation()
-        moves = self.state is not RESIDENT
         if isinstance(decision, str):
-            if moves:
+            if self.state is not RESIDENT:
                 self.transfers.skipped[decision] += 1
             return KeptHandle(tensor, token)
         storage = self._storage_of(tensor, decision, changes)
         storage.tensors += 1
-        if moves:
+        if self.state is not RESIDENT:
             self.transfers.offloaded_tensors += 1
         if storage.host is None:
             # The storage may still be written; or an earlier set has not offloaded it, and this set may.
-            if not known.operation:
+            operation = known.operation
+            if not operation:
                 known.node, known.stream = next_node(), self.transfers.backend.compute_stream()
-            known.operation.append((weakref.ref(storage), self))
-            if len(known.operation) == len(self._storages) == 1 and tensor.grad_fn is not None:
+            operation.append((weakref.ref(storage), self))
+            if len(operation) == len(self._storages) == 1 and tensor.grad_fn is not None:
                 # An input of the operation: written before it. Around a checkpoint that is all that the layer saves,
                 # and its copy would only begin when the layer ends.
                 self._end_operation()
@@ -186,11 +187,12 @@ class ActivationSet:
     def _storage_of(self, tensor: torch.Tensor, maker: type, changes: int) -> SavedStorage:
         """The storage of a tensor that is offloaded, which moves with this set from now on."""
         memory = tensor.untyped_storage()
-        reference = self._known.get(memory)
+        address = address_of(memory)
+        reference = self._known.get(address)
         storage = None if reference is None else reference()
-        if storage is None or not storage.same_bytes(tensor, changes):
+        if storage is None or storage.original() is not memory or not storage.same_bytes(tensor, changes):
             storage = SavedStorage(tensor, maker, self.transfers, self.layer, stays=self._stays, changes=changes)
-            self._known[memory] = reference = weakref.ref(storage)
+            self._known[address] = reference = weakref.ref(storage)
             self._storages.append(reference)
         elif storage.layer != self.layer:
             # It stays in the earlier set's list as well, where its layer's number lets it be passed over. An interrupt

@@ -80,7 +80,8 @@ class OffloadContext(ContextDecorator):
         self._transfers = Transfers(backend, get_host_pool(backend), most)
         self._first_node = 0  # the first that autograd made in the round: earlier ones belong to no layer of it
         self._entered: list[ActivationSet | None] = []  # `None` where the context was entered and does nothing
-        self._thread = threading.current_thread()  # the one that has entered the context last
+        # The one that has entered the context last.
+        self._thread, self._thread_number = threading.current_thread(), threading.get_ident()
         # Weakly, for the manual synchronizer: a round lives as long as its graph, and no longer.
         self._rounds: WeakValueDictionary[int, Round] = WeakValueDictionary()
         self._unsynced = 0  # outputs in a row that sync was not given, if a schedule needs to know of them
@@ -127,7 +128,7 @@ class OffloadContext(ContextDecorator):
         """
         self._closed = None  # it may be all that holds the last layer's graph, which tells whether its round is over
         if not self.in_this_thread:
-            self._thread = threading.current_thread()
+            self._thread, self._thread_number = threading.current_thread(), threading.get_ident()
         if self._unsynced >= UNSYNCED:
             self._warn_once(
                 "sync",
@@ -164,6 +165,21 @@ class OffloadContext(ContextDecorator):
         selective.opened.append(opened)
         if takes_all:
             opened.enter(inputs)
+
+    def passes_by(self, layer: int) -> bool:
+        """Begin and end the forward of a layer, if the layer goes on with a round in which nothing is offloaded."""
+        now = self._round
+        passes = (
+            0 <= now.last_layer < layer < self.model_layers
+            and not self._needs_sync
+            and now.passes_by(layer)
+            and not (now.abandoned or self._entered or torch_private.in_backward() or trace.is_on())
+            and self.in_this_thread
+            and torch.is_grad_enabled()
+        )
+        if passes:
+            now.last_layer, self._closed = layer, None
+        return passes
 
     def end_layer(self, *, failed: bool) -> None:
         """A layer's forward ends; if it ``failed``, the round is given up and the next layer is layer 0."""
@@ -209,7 +225,7 @@ class OffloadContext(ContextDecorator):
     @property
     def in_this_thread(self) -> bool:
         """Whether this thread has entered the context last."""
-        return self._thread.ident == threading.get_ident()
+        return self._thread_number == threading.get_ident()
 
     def abort(self, depth: int = 0) -> None:
         """Leave forwards that were cut off without leaving the context, until it is entered ``depth`` times."""
@@ -288,7 +304,6 @@ class OffloadContext(ContextDecorator):
     def set_policies(self, layer: int, policies: LayerPolicies) -> None:
         """A layer has policies from its next forward on, also in a round that has begun."""
         self.policies[layer] = policies
-        self._round.look_at_policies()
 
     @property
     def backend(self) -> Backend:

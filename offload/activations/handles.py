@@ -86,7 +86,7 @@ class MovedHandle(SavedHandle):
         self.version = tensor._version
         self.versions = plain_version_counter(tensor)
         self.storage = storage
-        self.geometry = geometry_of(tensor)
+        self.geometry = geometry_of(tensor)  # a tuple of its own
         self.leaf = weakref.ref(tensor) if tensor.is_leaf else None
 
     def unpack(self) -> torch.Tensor:
@@ -100,12 +100,12 @@ class MovedHandle(SavedHandle):
             storage.wait_for(reload)
         if reload is None and self.leaf is not None and (leaf := self.leaf()) is not None:
             return leaf  # a view that nobody else holds would become a gradient, which changes what the program holds
-        key = id(self), self.geometry
-        view = storage.views.get(key)
-        if view is None:
+        found = storage.views.get(id(self))
+        if found is None or found[0] is not self.geometry:  # that of a handle that was here before
             memory: Any = storage.memory  # it was reloaded above if there was none
-            view = storage.views[key] = look_into(memory, self.geometry, self.versions.data)
-        return view
+            found = self.geometry, look_into(memory, self.geometry, self.versions.data)
+            storage.views[id(self)] = found
+        return found[1]
 
 
 class DroppedHandle(SavedHandle):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import nn
 
@@ -13,18 +14,30 @@ from offload.recompute.layer_policies import LayerPolicies
 
 
 class HookedLayers(Handle):
-    """An offload context driven by module hooks on the layers, until :meth:`remove`."""
+    """An offload context driven by module hooks on the layers, until :meth:`remove`.
 
-    def __init__(self, layers: list[nn.Module], context: OffloadContext) -> None:
+    Where there is nothing to do in a forward, neither the context is told of it, nor listeners ``beside``, which the
+    caller attaches to the layers.
+    """
+
+    def __init__(self, layers: list[nn.Module], context: OffloadContext, *beside: Sequence[LayerListener]) -> None:
         self.names = " and ".join(sorted({type(layer).__name__ for layer in layers}))
         self.context = context
         exclude_parameters(layers)
         listeners = [OffloadListener(context, number) for number in range(len(layers))]
+        for number, each in enumerate(zip(listeners, *beside, strict=True)):
+            passes = partial(self.passes_by, number)
+            for listener in each:
+                listener.passes = passes
         self._attachment = Attachment(layers, listeners, self)
 
     def remove(self) -> None:
         self.context.abort()  # an interrupt in a layer has kept it from leaving the context
         self._attachment.remove()
+
+    def passes_by(self, layer: int) -> bool:
+        """Whether there is nothing to do in a layer's forward, which begins."""
+        return self.context.passes_by(layer)
 
     @property
     def policies(self) -> Sequence[LayerPolicies | None]:

@@ -36,15 +36,8 @@ class Round:
         self._policies_of = policies_of or (lambda _: None)
         self._known = Saved()
         self._offloaded = frozenset(schedule.offloaded_layers) if schedule else frozenset[int]()
+        self._last_offloaded = max(self._offloaded, default=-2) if schedule else math.inf
         self.rules = Rules(transfers.backend.device, min_bytes)
-        self.look_at_policies()
-
-    def look_at_policies(self) -> None:
-        """Find the first layer that is kept, as are all later ones; again if one of these has policies now."""
-        self._first_to_stay = math.inf
-        if self.schedule:
-            with_policies = filter(self._policies_of, range(self.schedule.model_layers))
-            self._first_to_stay = max({*self._offloaded, *with_policies}, default=-1) + 1
 
     @property
     def abandoned(self) -> bool:
@@ -53,11 +46,11 @@ class Round:
         return last is not None and last.gone and not last.backward_begun
 
     def passes_by(self, layer: int) -> bool:
-        """Whether the layer needs no hooks: it is kept, and so are the one before and all later ones.
+        """Whether the layer needs no hooks: it is kept, and neither the one before nor a later one is offloaded.
 
-        What the first of them saves as well as the one before it must not be offloaded, so that one has hooks.
+        What the first kept layer saves as well as the one before it must not be offloaded, so that one has hooks.
         """
-        return layer > self._first_to_stay
+        return layer > self._last_offloaded + 1 and self._policies_of(layer) is None
 
     def begin_forward(self, layer: int) -> ActivationSet:
         """The layer's forward begins: act on the schedule, then open its activation set."""

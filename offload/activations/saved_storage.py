@@ -25,7 +25,13 @@ import torch
 
 from offload.activations.copies import NO_HOST_MEMORY, CopyBatch, Reload, Transfers
 from offload.base import tensors, trace
-from offload.base.torch_private import TorchDispatchMode, keep_versions, without_modes, without_torch_function
+from offload.base.torch_private import (
+    TorchDispatchMode,
+    address_of,
+    keep_versions,
+    without_modes,
+    without_torch_function,
+)
 from offload.device.backend import Event, Wait
 from offload.host.pool import HostBuffer
 
@@ -60,8 +66,9 @@ class SavedStorage:
         self.version = tensor._version
         # At version 0 nothing was changed yet, through whichever tensor: there is nothing to tell apart.
         self.versions = version_counter(tensor) if self.version else None
-        # What has been read of `memory`, by who: held, or autograd would make it a gradient and add the next in place.
-        self.views: dict[tuple[int, tensors.Geometry], torch.Tensor] = {}
+        # What has been read of `memory`, by whose number and geometry: held, or autograd would make it a gradient and
+        # add the next in place.
+        self.views: dict[int, tuple[tensors.Geometry, torch.Tensor]] = {}
         self.memory = memory
 
     def __del__(self) -> None:
@@ -209,16 +216,16 @@ class _Nothing(TorchDispatchMode):
         return torch.empty(0, device="cpu")
 
 
-watched: weakref.WeakValueDictionary[int, Mapping[torch.UntypedStorage, weakref.ref[SavedStorage]]]
+watched: weakref.WeakValueDictionary[int, Mapping[int, weakref.ref[SavedStorage]]]
 watched = weakref.WeakValueDictionary()
-"""The storages of each microbatch, to find those that are resized. Weakly, as the graphs own the microbatches; by
-identity, as a dictionary cannot be hashed."""
+"""The storages of each microbatch, by address, to find those that are resized. Weakly, as the graphs own the
+microbatches; by identity, as a dictionary cannot be hashed."""
 
 
 def give_up_resized(storage: torch.UntypedStorage) -> None:
     """The program is about to resize a storage: autograd reads what the program puts there."""
     for known in tuple(watched.values()):
-        reference = known.get(storage)
+        reference = known.get(address_of(storage))
         saved = None if reference is None else reference()
-        if saved is not None:
+        if saved is not None and saved.original() is storage:
             saved.give_up(storage)

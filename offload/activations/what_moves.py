@@ -126,7 +126,9 @@ def _decide_other(tensor: torch.Tensor) -> str | Parts:
     if type(tensor) is torch.Tensor:
         return "layout"
     if isinstance(tensor, torch.nn.Parameter):
-        return exclude(tensor, "parameter")
+        plain = type(tensor) is torch.nn.Parameter and tensor.layout is _strided
+        known = plain and tensor.untyped_storage() in _excluded
+        return "parameter" if known else exclude(tensor, "parameter")
     maker = tensor.grad_fn if tensor._base is None else tensor._base.grad_fn
     return _held_by_autograd(tensor, maker) or parts_of(tensor) or "subclass"
 

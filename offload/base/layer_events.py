@@ -57,18 +57,23 @@ class Turn(IntEnum):
 class LayerCall:
     """One run of a layer's forward, which begins now, with the module in training mode or not."""
 
-    __slots__ = ("error_around", "first_node", "in_checkpoint", "recomputes", "told", "training")
+    __slots__ = ("error_around", "first_node", "in_checkpoint", "listeners", "recomputes", "told", "training")
 
-    def __init__(self, *, training: bool, in_checkpoint: bool = False) -> None:
+    def __init__(self, listeners: Sequence[LayerListener], *, training: bool, in_checkpoint: bool = False) -> None:
         self.training = training
         self.recomputes = in_backward()  # whether backward runs the forward, to recompute what was not saved
         self.first_node = next_node()  # the number of the first node that autograd makes in it
         self.in_checkpoint = in_checkpoint  # whether a checkpoint of the layer's whole call tells, and hooks do not
-        self.told: list[LayerListener] = []  # the listeners that know of the beginning, and so have to know of the end
+        self.listeners = listeners
+        self.told = 0  # so many of them know of the beginning, and so have to know of the end
         self.error_around: BaseException | None = sys.exception()  # handled by the program around: none of the layer's
 
 
-_silence = threading.local()
+class _Silence(threading.local):
+    on = False
+
+
+_silence = _Silence()
 
 
 def without_listeners() -> AbstractContextManager[None]:
@@ -118,6 +123,8 @@ class LayerListener:
     """What a part of the library does at the events of one layer: here, nothing."""
 
     turn: ClassVar[Turn]
+    passes: Callable[[], bool] | None = None
+    """Whether nobody who has this very function needs to know of the forward that begins, nor of its end."""
     handle: Handle | None = None  # what the user calls ``remove()`` on
     device: torch.device | None = None  # where the layer computes, if the listener moves the layer's weights there
 
@@ -146,7 +153,7 @@ class Attachment(Handle):
         for layer, listener in zip(layers, listeners, strict=True):
             listener.handle = handle
             events = _events_of(layer) or _LayerEvents(layer)
-            events.listeners = sorted([*events.listeners, listener], key=lambda listener: listener.turn)
+            events.tell([*events.listeners, listener])
 
     def remove(self) -> None:
         attached, self._attached = self._attached, []
@@ -179,7 +186,7 @@ class _LayerEvents:
     """The listeners of one layer, and the hooks that tell them. The layer holds it, and it does not hold the layer."""
 
     def __init__(self, layer: nn.Module) -> None:
-        self.listeners: list[LayerListener] = []  # in the order of :class:`Turn`
+        self.listeners: list[LayerListener] = []
         # The forward that runs now, or the one that an interrupt has cut off: by thread, and whether in backward.
         self._running: dict[tuple[int, bool], LayerCall] = {}
         # Inside of the hooks of ``fully_shard``: the layer begins with its weights gathered, and ends with them.
@@ -193,9 +200,15 @@ class _LayerEvents:
         _wrap_checkpoint(layer, self)
         forget_compiled()
 
+    def tell(self, listeners: Iterable[LayerListener]) -> None:
+        """Tell these from now on, in the order of :class:`Turn`."""
+        self.listeners = sorted(listeners, key=lambda listener: listener.turn)
+        functions = {listener.passes for listener in self.listeners}
+        self._passes = functions.pop() if len(functions) == 1 else None
+
     def drop(self, layer: nn.Module, listener: LayerListener) -> None:
         """Tell this listener nothing more; the hooks are removed with the last listener."""
-        self.listeners = [other for other in self.listeners if other is not listener]
+        self.tell(other for other in self.listeners if other is not listener)
         if not self.listeners:
             for hook in self._hooks:
                 hook.remove()
@@ -205,10 +218,11 @@ class _LayerEvents:
             forget_compiled()
 
     def begin(self, inputs: object, *, training: bool, in_checkpoint: bool = False) -> None:
-        call = LayerCall(training=training, in_checkpoint=in_checkpoint)
+        passes = self._passes is not None and self._passes()
+        call = LayerCall(() if passes else self.listeners, training=training, in_checkpoint=in_checkpoint)
         self._running[threading.get_ident(), call.recomputes] = call
-        for listener in self.listeners:
-            call.told.append(listener)  # first: also one that fails half-way is told of the end
+        for listener in call.listeners:
+            call.told += 1  # first: also one that fails half-way is told of the end
             listener.begin_forward(call, inputs)
 
     def end(self, output: object, *, training: bool, in_checkpoint: bool = False) -> None:
@@ -216,17 +230,17 @@ class _LayerEvents:
         call = self._running.get(key)
         if call is None:
             # A hook of the program's has raised before ours was called, or the layer has called itself.
-            call = LayerCall(training=training)
+            call = LayerCall(self.listeners, training=training)
             call.error_around = None
-            call.told = self.listeners
+            call.told = len(self.listeners)
         elif call.in_checkpoint and not in_checkpoint:
             return
         else:
             del self._running[key]
         failed = sys.exception() is not call.error_around
-        _tell_end(call.told, call, failed=failed)
+        _tell_end(call, failed=failed)
         if not failed:
-            for listener in call.told:
+            for listener in call.listeners:
                 listener.forward_returned(call, output)
 
     def _before_forward(self, module: nn.Module, args: object, kwargs: object) -> None:
@@ -249,14 +263,15 @@ class _LayerEvents:
         return self._running.get((threading.get_ident(), in_backward()))
 
 
-def _tell_end(told: Sequence[LayerListener], call: LayerCall, *, failed: bool) -> None:
+def _tell_end(call: LayerCall, *, failed: bool) -> None:
     """Tell the last listener first, and each, even if one raises; an exit stack takes ten times as long."""
     try:
-        if told:
-            told[-1].end_forward(call, failed=failed)
+        while call.told:
+            call.told -= 1
+            call.listeners[call.told].end_forward(call, failed=failed)
     finally:
-        if len(told) > 1:
-            _tell_end(told[:-1], call, failed=failed)
+        if call.told:
+            _tell_end(call, failed=failed)
 
 
 class _Hook:
@@ -268,7 +283,7 @@ class _Hook:
 
     @interpreted
     def __call__(self, *args: object) -> None:
-        if not getattr(_silence, "on", False):
+        if not _silence.on:
             self._tell(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -289,7 +304,7 @@ class _Checkpoint:
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         call = self.events.running
-        if (call is not None and not call.in_checkpoint) or in_backward() or getattr(_silence, "on", False):
+        if (call is not None and not call.in_checkpoint) or in_backward() or _silence.on:
             # The layer's forward calls it, inside of the hooks, as in newer models.
             return self.function(*args, **kwargs)
         output = None

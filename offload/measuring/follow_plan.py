@@ -30,7 +30,7 @@ from offload.device.cuda import CaptureError
 from offload.measuring.compare_plans import ComparePlans
 from offload.measuring.layer_times import ForwardBegins, LayerTimes, count_inputs, warn_if_checkpointed
 from offload.measuring.measure_link import measure_link
-from offload.measuring.memory_left import TOLERANCE, DeviceLeft, GivenMemory, MemoryLeft, allocated_bytes
+from offload.measuring.memory_left import TOLERANCE, DeviceLeft, GivenMemory, MemoryLeft, allocated_bytes, new_gradients
 from offload.measuring.profile_layers import (
     hold_some,
     learned_profile,
@@ -94,8 +94,8 @@ class FollowPlan(HookedLayers):
         self._budget = self._held_bytes = 0
         self._times = LayerTimes(layers, self._backend, ended=self.end_backward)
         self._times.paused = True
-        super().__init__(layers, context)
         begins = [ForwardBegins(partial(self._begin_forward, number)) for number in range(len(layers))]
+        super().__init__(layers, context, begins, self._times.layers)
         self._begins = Attachment(layers, begins)
         self._peak = memory_peak(self._backend.device)
         self._layers = layers
@@ -123,8 +123,7 @@ class FollowPlan(HookedLayers):
         self._counted = False  # whether what the last microbatch saved before its first layer was counted
         self._proves = False  # whether this is a plan's first microbatch, which may hold layers twice to prove it
         self._proofs = 0  # how often layers had been proven when the last microbatch began
-        self._corrections_left = 0
-        self._said = False  # whether the budget is known to be too small
+        self._corrections_left, self._said = 0, False  # whether the budget is known to be too small
         self._policies = self._learning_policies()
         for one in self._policies:
             one.is_short = self._is_short
@@ -160,8 +159,7 @@ class FollowPlan(HookedLayers):
 
     def _is_short(self, nbytes: int) -> bool:
         """Whether the microbatch breaks the budget if it needs so much more now."""
-        now_bytes = self._peak.now_bytes() + self._gradient_bytes
-        return now_bytes + nbytes > (self._budget or self._left.device_bytes())
+        return self._peak.now_bytes() + self._gradient_bytes + nbytes > (self._budget or self._left.device_bytes())
 
     def _recompute_all(self) -> None:
         self.context.follow(learning_schedule(len(self._layers)), self._policies)
@@ -175,10 +173,7 @@ class FollowPlan(HookedLayers):
                 one.measure_again()
             self._recompute_all()
         self._stage, self._timed_inputs, self._learned_then = "timing", self._inputs, self._learned
-        self._new_gradients = [
-            sum(one.nbytes for one in layer.parameters() if one.is_leaf and one.requires_grad and one.grad is None)
-            for layer in self._layers
-        ]
+        self._new_gradients = [new_gradients(layer.parameters()) for layer in self._layers]
         self._watches, self._peak_bytes = True, 0
         hold_some(self._policies)
         time_second_runs(self._policies, self._backend)
@@ -190,6 +185,11 @@ class FollowPlan(HookedLayers):
         if self.context.begins_round(number) and not self.context.has_nothing_to_do():
             self._times.begin_microbatch()
             self.begin_microbatch(list(tensors_in(inputs)))
+
+    def passes_by(self, layer: int) -> bool:
+        passes = self._times.idle and super().passes_by(layer)
+        self._times.forwards += passes
+        return passes
 
     def begin_microbatch(self, inputs: list[torch.Tensor]) -> None:
         """A microbatch is about to enter the first layer that it runs, which is given these."""

@@ -160,6 +160,11 @@ class LayerTimes(Attachment):
         self.ended()
 
     @property
+    def idle(self) -> bool:
+        """Whether a layer's forward that begins is neither timed nor to tell of the end of its microbatch."""
+        return self.paused and not self._awaits_end
+
+    @property
     def ran(self) -> list[int]:
         """The layers that were timed: a program may skip others."""
         return [number for number, layer in enumerate(self.layers) if layer.complete_rounds()]

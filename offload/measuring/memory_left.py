@@ -155,8 +155,15 @@ class DeviceLeft(GivenMemory):
 
 def bytes_of_gradients(parameters: Iterable[torch.Tensor], device: torch.device) -> int:
     """The gradients that parameters have on a device; of sharded ones, this rank's part."""
+    # Each microbatch asks for all of them: a plain one is its own part. An alias would wait for its step.
     gradients = (parameter.grad for parameter in parameters if parameter.is_leaf)
-    return sum(local(one).nbytes for one in gradients if one is not None and one.device == device)
+    here = (one for one in gradients if one is not None and one.device == device)
+    return sum((local(one) if hasattr(one, "to_local") else one).nbytes for one in here)
+
+
+def new_gradients(parameters: Iterable[torch.Tensor]) -> int:
+    """The bytes of the gradients that a backward allocates for parameters."""
+    return sum(one.nbytes for one in parameters if one.is_leaf and one.requires_grad and one.grad is None)
 
 
 def allocated_bytes(device: torch.device) -> int:

@@ -42,7 +42,10 @@ REFUSED = (
     "of the streamed optimizer's handle first."
 )
 _SET_GRADIENT = _tensor.grad.__set__
-_READ_NO_NUMBER = {_tensor.grad.__get__, _tensor.requires_grad.__get__}  # zero_grad() and clipping call them
+_READ_NO_NUMBER = {  # zero_grad() and clipping read some of these, and what counts memory reads others
+    getattr(_tensor, name).__get__
+    for name in ("grad", "requires_grad", "is_leaf", "device", "dtype", "shape", "nbytes", "_version")
+}
 
 
 class Unread:

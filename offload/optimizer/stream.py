@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -289,12 +289,8 @@ def stream_optimizer(
     parameters = [parameter for _, parameter in with_groups(optimizer)]
     for holder in holders_of(parameters) if in_backward else ():
         holder.check_steps(parameters)
-    strange = next((one for one in parameters if type(one) is not nn.Parameter or holder_of(one) is not None), None)
-    if overlap_forward and strange is not None:
-        raise ValueError(
-            "overlap_forward must be False unless each parameter is an nn.Parameter on the device, got a "
-            f"{type(strange).__name__} on {strange.device}; leave it out."
-        )
+    if overlap_forward:
+        check_overlap(parameters)
     stepper = ChunkStepper(
         optimizer,
         get_backend(device),
@@ -328,6 +324,16 @@ def check_float32(state_dtype: torch.dtype | None, *, master_weights: bool) -> N
         raise ValueError(f"state_dtype must be torch.float32 or None, got {state_dtype!r}")
     if master_weights and state_dtype is None:
         raise ValueError("master_weights must be False without state_dtype=torch.float32, got True; pass both.")
+
+
+def check_overlap(parameters: Iterable[torch.Tensor]) -> None:
+    """Raise unless the step of these parameters can run beside the next forward."""
+    strange = next((one for one in parameters if type(one) is not nn.Parameter or holder_of(one) is not None), None)
+    if strange is not None:
+        raise ValueError(
+            "overlap_forward must be False unless each parameter is an nn.Parameter on the device, got a "
+            f"{type(strange).__name__} on {strange.device}; leave it out."
+        )
 
 
 def check_can_be_streamed(optimizer: torch.optim.Optimizer) -> None:

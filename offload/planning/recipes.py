@@ -44,6 +44,11 @@ class Recipe(NamedTuple):
     optimizer: Literal["resident", "streamed", "cpu"]
     """State on the device; on the host, or a part of it, and stepped on the device in chunks; or stepped on the CPU."""
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether the step of streamed state can run beside the next forward: gradients and weights are there."""
+        return self.optimizer == "streamed" and self.weights == self.gradients == "resident"
+
     def __str__(self) -> str:
         return f"weights {self.weights}, gradients {self.gradients}, optimizer {self.optimizer}"
 
@@ -267,6 +272,7 @@ class Prediction:
     measured: Recipe  # that of the measured steps
     resident_bytes: int = 0  # state that was on the device in the measured steps, if the recipe streams it
     arithmetic_s: float = 0.0  # in which the device steps all parameters if nothing waits for copies
+    overlap_forward: bool = False  # whether steps run beside the next forward, where that is possible
 
     def step_s(self, plan: Plan, recipe: Recipe, resident: int) -> float:
         """Seconds of a step of this recipe, with ``resident`` bytes of the state on the device."""
@@ -288,21 +294,29 @@ class Prediction:
         busy = training.seconds(recipe, self.link, resident, self.arithmetic_s)
         streams, nothing = recipe.weights == "streamed", (0,) * (last + 1)
         weights, sent = (training.layer_weights, training.layer_gradients) if streams else (nothing, nothing)
-        consumed = recipe.gradients == "consumed"
-        front, states, of_head = training.copied_state(resident) if consumed else (0, [*nothing], 0)
+        copied = training.copied_state(resident)
+        overlaps = self.overlap_forward and recipe.overlaps and training.state > 0
+        front, states, of_head = copied if recipe.gradients == "consumed" else (0, [*nothing], 0)
         behind = training.state - training.front_state - sum(training.layer_state)
         share = busy.beside / max(1, training.state)  # of the arithmetic, for a byte of state
         yield Interlude("state of the last step", 0.0, sent_bytes=front)
         yield Interlude("weights 0", 0.0, loaded_bytes=weights[0])
+        forward_s = self.arithmetic_s / training.state if overlaps else 0.0  # as ``share``, beside the next forward
+        if overlaps:  # each layer waits for its own
+            for name, nbytes in [("front", copied[0]), *enumerate(copied[1]), ("behind", copied[2])]:
+                yield Interlude(f"step {name}", 0.0, loaded_bytes=nbytes, sent_bytes=nbytes)
+            yield Interlude("in front", forward_s * training.front_state, awaits="step front")
         for point in plan.schedule.order:
             layer = point.layer
-            waits = f"weights {layer}"
+            waits, step_s = f"weights {layer}", forward_s * training.layer_state[layer]
             if point.phase == "F":
                 ahead = weights[layer + 1] if layer < last else 0
-                yield Interlude(f"weights {layer + 1}", 0.0, loaded_bytes=ahead, awaits=waits)
+                waits = f"step {layer}" if overlaps else waits
+                yield Interlude(f"weights {layer + 1}", step_s, loaded_bytes=ahead, awaits=waits)
             else:
                 if layer == last:
-                    yield Interlude("loss", plan.profile.loss_s, plan.profile.loss_bytes)
+                    loss_s = forward_s * behind + plan.profile.loss_s
+                    yield Interlude("loss", loss_s, plan.profile.loss_bytes, awaits="step behind")
                     yield Interlude("state behind", share * behind, loaded_bytes=of_head, sent_bytes=of_head)
                 again = weights[layer - 1] if 0 < layer < last else 0  # the last two layers' are there since forward
                 yield Interlude(f"weights {layer - 1}", 0.0, loaded_bytes=again, awaits=waits)
@@ -311,7 +325,7 @@ class Prediction:
                 yield Interlude(f"state {layer}", arithmetic_s, 0, state, state + sent[layer], awaits=held)
             yield point
         yield Interlude("state in front", 0.0, loaded_bytes=front, awaits="state 0")
-        yield Interlude("step", share * training.front_state + busy.step, awaits="state in front")
+        yield Interlude("step", share * training.front_state + busy.step * (not overlaps), awaits="state in front")
 
 
 def without_activations(

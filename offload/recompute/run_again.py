@@ -144,7 +144,7 @@ class Frame:
                 with self.timed():
                     self.recomputed = self.run()
                 if not keeps_graph():
-                    self.inputs, self.held, self.kept, self.before = None, [], {}, {}
+                    self.inputs, self.held, self.kept, self.before = None, [], {}, ([], [])
             return self.recomputed.pop(number)
 
     def run(self) -> dict[int, torch.Tensor]:

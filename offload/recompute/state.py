@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -27,7 +27,8 @@ SPARE_BYTES = 1 << 16
 StateKey = tuple[int, str]
 """Where a module holds a value: the number of the dictionary, and the key."""
 
-Snapshot = dict[StateKey, Any]
+Snapshot = tuple[list[StateKey], list[Any]]
+"""Places and what they hold: two lists take a third of a dictionary's time, and each forward of a layer makes them."""
 
 
 _cuda: Any = torch.backends.cuda
@@ -144,8 +145,11 @@ class LayerState:
             self._dicts += (attributes, *rest) if gathered else (attributes, parameters, *rest)
             self._names += [name] * (len(self._dicts) - len(self._names))
         self._parameters: list[torch.Tensor] = [] if gathered else list(layer.parameters())
-        self._known: tuple[list[int], list[StateKey]] = [], []
-        """The sizes of the dictionaries, and what was in them then."""
+        self._sizes: list[int] = []
+        """Of the dictionaries, when :attr:`_places` were found in them."""
+        self._places: list[StateKey] = []
+        self._holders: list[tuple[dict[str, Any], str]] = []
+        """The dictionary and the key of each."""
         self._counts: dict[StateKey, int] = {}
         """How often each tensor was changed in place when :meth:`begin_learning` was called."""
         self._cloned: list[StateKey] = []
@@ -157,48 +161,56 @@ class LayerState:
 
     def _now(self) -> Snapshot:
         """The state as it is now. Most of what a module's own dictionary holds is every module's, and is passed by."""
-        dicts = self._dicts
-        sizes = [*map(len, dicts)]
-        with suppress(KeyError):  # a key has gone, and another one has come
-            if sizes == self._known[0]:
-                return {place: dicts[place[0]][place[1]] for place in self._known[1]}
-        places = [(index, key) for index, part in enumerate(dicts) for key in part if key not in _OWN]
-        self._known = sizes, places
-        return {(index, key): dicts[index][key] for index, key in places}
+        sizes = [*map(len, self._dicts)]
+        try:
+            if sizes == self._sizes:
+                return self._places, [part[key] for part, key in self._holders]
+        except KeyError:  # a key has gone, and another one has come
+            pass
+        self._sizes = sizes
+        self._places = [(index, key) for index, part in enumerate(self._dicts) for key in part if key not in _OWN]
+        self._holders = [(self._dicts[index], key) for index, key in self._places]
+        return self._places, [part[key] for part, key in self._holders]
 
     def begin_learning(self) -> None:
-        for place, value in self._now().items():
+        for place, value in zip(*self._now(), strict=True):
             if isinstance(value, torch.Tensor) and not value.is_inference():
                 self._counts[place] = value._version
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All that is there, but for parameters that are gathered."""
-        for value in self._now().values():
+        for value in self._now()[1]:
             yield from tensors_in(value)
 
     def readings(self, snapshot: Snapshot, constants: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors that forward reads: parameters, ``constants``, and what a snapshot holds."""
         read = [*self._parameters, *constants]
-        for place in self._read:
-            read += [tensor for tensor in tensors_in(snapshot.get(place)) if not tensor.is_inference()]
+        if self._read:
+            held = dict(zip(*snapshot, strict=True))
+            for place in self._read:
+                read += [tensor for tensor in tensors_in(held.get(place)) if not tensor.is_inference()]
         return read
 
     def snapshot(self) -> Snapshot:
         """The state as it is now, with clones of what forward writes into."""
-        found = self._now()
+        if not (self._cloned or self._forgotten):
+            return self._now()
+        found = dict(zip(*self._now(), strict=True))
         for place in self._cloned:
             if place in found:
                 found[place] = found[place].detach().clone()
         for place in self._forgotten:
             found.pop(place, None)
-        return found
+        return [*found], [*found.values()]
 
     @contextmanager
     def as_in(self, snapshot: Snapshot) -> Iterator[None]:
         """The state of a snapshot; afterwards everything is as it is now."""
         present, wanted = self._now(), snapshot
         if self._cloned:  # the run writes into them, and there may be another run
-            wanted = {**wanted, **{place: wanted[place].clone() for place in self._cloned if place in wanted}}
+            places, values = snapshot
+            pairs = zip(places, values, strict=True)
+            wanted = places, [value.clone() if place in self._cloned else value for place, value in pairs]
         self._set(present, wanted, keep=self._forgotten)
         try:
             yield
@@ -207,12 +219,13 @@ class LayerState:
 
     def _set(self, now: Snapshot, wanted: Snapshot, keep: Iterable[StateKey] = ()) -> None:
         # By identity, as two tensors of one element may be equal, and have other graphs.
-        if list(now) == list(wanted) and all(map(is_, now.values(), wanted.values())):
+        if now[0] == wanted[0] and all(map(is_, now[1], wanted[1])):
             return
-        for index, key in now.keys() - wanted.keys() - {*keep}:
+        present = dict(zip(*now, strict=True))
+        for index, key in present.keys() - {*wanted[0]} - {*keep}:
             del self._dicts[index][key]
-        for (index, key), value in wanted.items():
-            if now.get((index, key), self) is not value:
+        for (index, key), value in zip(*wanted, strict=True):
+            if present.get((index, key), self) is not value:
                 self._dicts[index][key] = value
 
     def learn(
@@ -225,8 +238,8 @@ class LayerState:
     ) -> str | None:
         """See what one forward has changed; why it must not run again, if it must not."""
         self._cloned, self._forgotten, self._read = [], [], []
-        now = self._now()
-        for place, value in before.items():
+        now = dict(zip(*self._now(), strict=True))
+        for number, (place, value) in enumerate(zip(*before, strict=True)):
             index, key = place
             name = f"{self._names[index]}.{key}".removeprefix(".")
             address = _address(value)
@@ -235,7 +248,7 @@ class LayerState:
                 if isinstance(value, nn.Parameter) or address not in clones:
                     return f"forward writes into {name}"
                 self._cloned.append(place)
-                before[place] = clones[address]
+                before[1][number] = clones[address]
             elif now.get(place, self) is not value and isinstance(value, torch.Tensor) and value.grad_fn is not None:
                 if was_read(value):
                     return f"forward reads and replaces {name}"
@@ -254,8 +267,7 @@ class LayerState:
 
     def contents(self) -> list[Any]:
         """What is in lists, dictionaries and sets among the attributes, to see whether forward changes it."""
-        held = self._now().values()
-        return [contents_of(value, 1) for value in held if type(value) in (list, dict, set, deque)]
+        return [contents_of(value, 1) for value in self._now()[1] if type(value) in (list, dict, set, deque)]
 
 
 _OWN = vars(nn.Module()).keys() - {"training"}  # what every module has, and forward does not change

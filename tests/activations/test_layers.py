@@ -72,6 +72,29 @@ def test_two_handles_in_one_model(device: torch.device) -> None:
         assert first.stats().reloaded_bytes == second.stats().reloaded_bytes - x.nbytes > 0
 
 
+@pytest.mark.parametrize(
+    ("options", "hooked"), [({"num_layers": 0}, 0), ({"memory_budget": "1GiB"}, 0), ({"num_layers": 2}, 3)]
+)
+def test_layers_that_are_kept_have_no_hooks(options: dict[str, Any], hooked: int, device: torch.device) -> None:
+    """But for the layer behind the last one that is offloaded, which may save the same tensors."""
+    found = list[bool]()
+
+    def noted() -> nn.Module:
+        def forward(own: Any, x: torch.Tensor) -> torch.Tensor:
+            found.append(not hooks_are_gone())
+            return own.block(x)
+
+        return Composed(forward, block=GptBlock())
+
+    layers, x = build(noted, 6, device)
+    expected = step_gradients(layers, x)
+    with handle_for(layers, **{"num_layers": None, "moves": hooked > 0, **options}):
+        for _ in range(4):
+            found.clear()
+            assert_same(expected, step_gradients(layers, x))
+    assert found == [number < hooked for number in range(6)]
+
+
 def test_schedule_of_ones_own(device: torch.device) -> None:
     layers, x = build("decoder", 3, device)
     schedule = Schedule.from_synchronization_dict({1: (True, 2, False, 1)}, 3)

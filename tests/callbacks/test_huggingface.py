@@ -91,7 +91,7 @@ def test_trains_the_same_and_logs_what_was_offloaded(tmp_path, options):
 )
 def test_trains_the_same_within_a_budget(tmp_path, budget, options):
     """Clipping, accumulation, mixed precision and a scheduler; the recipe changes in between."""
-    callback = OffloadCallback(memory_budget=budget, max_host_bytes="1GiB", min_bytes=1)
+    callback = OffloadCallback(memory_budget=budget, max_host_bytes="1GiB", min_bytes=1, overlap_forward=True)
     trainer = trained(tmp_path, callback, max_steps=6, **options)
     assert_same(trainer, trained(tmp_path, max_steps=6, **options))
     plan = callback.handle.plan

@@ -89,7 +89,7 @@ def test_trains_the_same_and_logs_what_was_offloaded(tmp_path, options):
 def test_trains_the_same_within_a_budget(tmp_path, budget, options):
     expected, module = (Module(momentum=0.9) for _ in range(2))
     fit(expected, tmp_path, [], **options)
-    callback = OffloadCallback(memory_budget=budget, min_bytes=1)
+    callback = OffloadCallback(memory_budget=budget, min_bytes=1, overlap_forward=True)
     trainer = fit(module, tmp_path, [callback], **options)
     assert_offloaded(module, expected, callback, trainer)
     plan = callback.handle.plan

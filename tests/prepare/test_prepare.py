@@ -237,6 +237,51 @@ def test_a_change_of_recipes_needs_no_memory_for_the_state(lab: Lab, monkeypatch
     assert max(peaks[1:]) < 3 * state // 4  # slots and what a chunk's step allocates
 
 
+@pytest.mark.parametrize("zero_late", [False, True])
+def test_a_step_runs_beside_the_next_forward(zero_late: bool, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer waits for its own parameters, but in the steps that are measured."""
+    monkeypatch.setattr(PREPARE, "RECIPES", (STREAMED,))
+    model = Model()
+    optimizer = adamw(model)
+    unread: list[int] = []
+    tokens = torch.arange(8, device=lab.device).view(2, 4)
+    with offload.prepare(model, optimizer, 1 << 30, device=lab.device, min_bytes=0, overlap_forward=True) as prepared:
+        model.layers[0].register_forward_hook(
+            lambda *_: unread.append(sum(type(one) is not nn.Parameter for one in model.parameters()))
+        )
+        for _ in range(STEPS):
+            loss = model(tokens)
+            if zero_late:
+                optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if not zero_late:
+                optimizer.zero_grad()
+            assert prepared.state == "following" or not unread[-1]
+        assert unread[-1] == sum(1 for layer in model.layers[1:] for _ in layer.parameters()) + 1
+
+
+@pytest.mark.parametrize(("recipe", "overlaps"), [(STREAMED, True), (CONSUMED, False), (ALL_STREAMED, False)], ids=str)
+def test_the_next_forward_is_overlapped_where_a_step_is_left(
+    recipe: Recipe, overlaps: bool, lab: Lab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(PREPARE, "RECIPES", (recipe,))
+    caplog.set_level("INFO", "offload")
+    options = {"step_in_backward": True, "overlap_forward": True}
+    assert_same(train(lab, None)[0], train(lab, 1 << 30, **options)[0])
+    line = f"overlap_forward: no step is left to run beside the next forward with {recipe}"
+    assert (line in caplog.messages) is not overlaps
+
+
+def test_parameters_that_cannot_be_overlapped_are_refused(lab: Lab) -> None:
+    model = Model()
+    model.head.weight = type("Own", (nn.Parameter,), {})(model.head.weight.detach())
+    with pytest.raises(
+        ValueError, match=r"overlap_forward must be False unless each parameter is an nn.Parameter .*Own"
+    ):
+        offload.prepare(model, adamw(model), 1 << 30, device=lab.device, overlap_forward=True)
+
+
 IN_PLACE = [
     ((ON_HOST,), {}),
     ((ALL_CONSUMED,), {"accumulate": 2, "step_in_backward": True}),

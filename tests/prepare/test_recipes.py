@@ -214,6 +214,19 @@ def test_compute_waits_for_state_at_the_end_of_backward() -> None:
     assert _seconds(CONSUMED, offload.LayerProfile(1.0, 3.0, 0), 8 * GIB) == pytest.approx(4 + 12)
 
 
+@pytest.mark.parametrize(
+    ("forward_s", "expected"),
+    [(6.0, 4 + 4 * (1 + 6) + 4), (1.0, 16 + 1 + 1 + 4)],  # compute steps for a second of each layer
+    ids=["the first layer waits for its state", "the last one waits for the link"],
+)
+def test_a_step_beside_the_next_forward_takes_what_forward_does_not_hide(forward_s: float, expected: float) -> None:
+    plan = offload.plan(offload.Profile((offload.LayerProfile(forward_s, 1.0, 0),) * 4), "1TiB", SLOW)
+    behind, beside = (Prediction(EVEN, SLOW, RESIDENT, 0, 4.0, overlap_forward=one).step_s for one in (False, True))
+    assert behind(plan, STREAMED, 0) == pytest.approx(4 * forward_s + 4 + 16)
+    assert beside(plan, STREAMED, 0) == pytest.approx(expected)
+    assert beside(plan, CONSUMED, 0) == behind(plan, CONSUMED, 0)
+
+
 def test_reloads_of_activations_stand_behind_loads_of_state() -> None:
     """On one stream: a plan that offloads as much as the link carries alone is longer with state on it."""
     layer = offload.LayerProfile(2.0, 4.0, 2 * GIB)
