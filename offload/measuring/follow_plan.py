@@ -212,7 +212,7 @@ class FollowPlan(HookedLayers):
         broken.over_bytes = max(broken.over_bytes, most_bytes - (self._budget or self._left.device_bytes()))
         if self._stage == "timing":
             self._end_timing(self._backend.mark())
-        self._inputs = given_to(inputs)
+        last, self._inputs = self._inputs, given_to(inputs)
         size, gradient_bytes = self._costs.size_of(self._inputs), self._left.gradient_bytes()
         if not self.measures or (self._stage == "learning" and all(one.proven for one in self._policies)):
             if self._costs.lack(self._inputs):
@@ -225,8 +225,8 @@ class FollowPlan(HookedLayers):
                 self._plan_for(self._costs.largest)
                 if followed is not None:  # lengths may grow from step to step
                     broken.tell(self._budget, self._left.asked_bytes)
-            elif self._watches and not proved:
-                self._keep_to_budget()
+            elif self._watches and not proved and (largest := self.largest_plan) is not None:
+                self._keep_to_budget(largest, last)
         if isinstance(self._left, DeviceLeft) and not self.measures:
             grown_bytes = allocated_bytes(self._backend.device) - gradient_bytes - self._held_bytes
             if grown_bytes > RESERVE * self._budget:  # optimizer state, that the first step has made, perhaps
@@ -302,13 +302,9 @@ class FollowPlan(HookedLayers):
             self._plans[key] = relaxed(largest, known, left_bytes)
         return self._plans[key]
 
-    def _keep_to_budget(self) -> None:
-        """Plan again with less if the last microbatch, under this plan, has broken the budget."""
-        over = self._peak_bytes - self._budget
-        largest = self.largest_plan
-        if largest is None:
-            return
-        smaller = self.plan is not largest
+    def _keep_to_budget(self, largest: Plan, inputs: Inputs) -> None:
+        """Plan again with less if the last microbatch, which had these inputs, has broken the budget by its plan."""
+        over, smaller = self._peak_bytes - self._budget, self.plan is not largest
         if smaller and over > 0:
             _logger.info("a plan for smaller inputs needed %s: it is given up", format_bytes(self._peak_bytes))
             self._plans = {key: largest if one is self.plan else one for key, one in self._plans.items()}
@@ -325,7 +321,9 @@ class FollowPlan(HookedLayers):
             self._said, self._watches = True, not (self._peak.costs_time and self._ran_all)
         else:
             self._left.broken.tell(self._budget, self._left.asked_bytes)
-            if not smaller and self._ran_all and self._gradient_bytes >= self._planned_gradients:
+            grown = max(0.0, self._planned[()] / inputs.elements - 1) * (self._peak_bytes - self._gradient_bytes)
+            largest_fits = not smaller and over + grown <= TOLERANCE * self._budget  # if all grows with the inputs
+            if largest_fits and self._ran_all and self._gradient_bytes >= self._planned_gradients:
                 self._watches = not self._peak.costs_time
 
     def _need_more(self, plan: Plan) -> None:
