@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from offload.recompute.learn import Learn, ModuleNames, SavedTensor
 from offload.recompute.policies import KEEP, RECOMPUTE
 from offload.recompute.prove import memories_of, prove_all, prove_hand_over
 from offload.recompute.run_again import Frame, HandOver, Held
+from offload.recompute.second_run import SecondRun
 from offload.recompute.state import CLONED_BYTES, LayerState, Settings, contents_of, states_of
 from offload.recompute.way import Way, list_regions, names_of
 
@@ -106,6 +108,9 @@ class RegionSet(ActivationSet):
             if policies.clock is not None:
                 frame.timed = policies.timed
             self._proves = replay.hands_over and way.unproven_sizes > 0 if self._sized else not way.proven
+            if self._proves and way.can_repeat_all and policies.is_short(2 * way.saved_bytes):
+                # What is saved is not held beside a second run: in backward, two second runs are compared.
+                self._proves, frame.unproven = False, partial(self._told_in_backward, way, way.replay)
             if self._proves:
                 self.packing = self._hold_saved
             else:
@@ -386,13 +391,24 @@ class RegionSet(ActivationSet):
             self._policies.forget(self._key)
             frame.strange = True
         elif not proves:
-            way.hands_over = False
-            way.forced |= way.differing
-            if way.replay.communicates:
-                way.reason = "it communicates, and handing over gave other bits"
-            way.settle(self._policies)
+            self._run_all(way)
             frame.replay = way.replay
-            self._say(f"layer {self.layer} is recomputed with all of its operations: handing over gave other bits")
+
+    def _told_in_backward(self, way: Way, settled: SecondRun, same: bool) -> None:
+        """A second run that was handed something has computed the same as one with all operations, or has not."""
+        self._policies.proofs += 1
+        if way.replay is not settled:  # another plan is followed by now
+            return
+        if not same and not self._sized:
+            self._run_all(way)
+        elif not same:
+            self._policies.forget(self._key)
+        way.unproven_sizes -= self._sized and same
+        way.proven = way.proven or (same and not self._sized)
+
+    def _run_all(self, way: Way) -> None:
+        way.run_all(self._policies)
+        self._say(f"layer {self.layer} is recomputed with all of its operations: handing over gave other bits")
 
     def _settle(self, frame: Frame, way: Way, held: Sequence[DroppedHandle], originals: list[torch.Tensor]) -> None:
         """Drop, keep or offload what was held until now, as the policies say."""

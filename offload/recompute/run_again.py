@@ -32,6 +32,7 @@ from offload.base.torch_private import (
     next_node,
     pop_hooks,
     push_hooks,
+    without_modes,
 )
 from offload.recompute.layer_inputs import with_tensors
 from offload.recompute.learn import LayerMode, StepResult, is_counted
@@ -77,6 +78,8 @@ class Frame:
     """Whether a tensor that was recomputed is held until its node is done, and not only while the node reads it."""
     timed: Callable[[], AbstractContextManager[object]] = nullcontext
     """Entered around the second run, to take its time."""
+    unproven: Callable[[bool], None] | None = None
+    """Is told whether what is handed over gives the same bits as all operations, as long as nobody has seen that."""
 
     def __init__(
         self,
@@ -151,12 +154,16 @@ class Frame:
         """Run the layer again: the dropped tensors, by number."""
         self._check_unchanged()
         if self.replay.hands_over and not self.strange:
+            tell, self.unproven = self.unproven, None
             try:
-                return self._run(hand_over=True)
+                found = self._run(hand_over=True)
+                return found if tell is None else self._run_once_more(found, tell)
             except (AnotherWayError, RuntimeError) as error:
-                if not (self.replay.sized or isinstance(error, AnotherWayError)):
+                if not (self.replay.sized or tell is not None or isinstance(error, AnotherWayError)):
                     raise
                 self.strange = self.replay.wrong = True  # a result of a wrong size fails in the operation that reads it
+            if tell is not None:
+                tell(False)
         if self.replay.communicates:
             raise RuntimeError(
                 f"{self.name} cannot be recomputed: run again in backward, it takes another way than in "
@@ -184,6 +191,13 @@ class Frame:
                     f"{tensor._version}; expected version {version} instead. Run backward before it is changed, change "
                     "a clone of it, or keep or offload what is computed from it."
                 )
+
+    def _run_once_more(self, found: dict[int, torch.Tensor], tell: Callable[[bool], None]) -> dict[int, torch.Tensor]:
+        """What all operations compute, which takes the place of what was ``found``, tensor by tensor."""
+        check = _SecondCheck(self, found)
+        self.run_under(check, LayerMode() if self.learned else None)
+        tell(check.same)
+        return check.found
 
     def _run(self, *, hand_over: bool) -> dict[int, torch.Tensor]:
         check = SavedCheck(self, hand_over=hand_over)
@@ -277,6 +291,20 @@ class SavedCheck:
             raise self.frame.other("saves fewer tensors")
         # Not in the run, where a dispatch mode would see it.
         self.found = {number: one if one.is_leaf else one.detach() for number, one in self.found.items()}
+
+
+class _SecondCheck(SavedCheck):
+    """Compares what a run with all operations computes with what one that was handed something has computed."""
+
+    def __init__(self, frame: Frame, others: dict[int, torch.Tensor]) -> None:
+        super().__init__(frame, hand_over=False)
+        self.others = others
+        self.same = True
+
+    def take(self, number: int, tensor: torch.Tensor) -> None:
+        with without_modes():  # to compare is none of the layer's operations
+            self.same = same_bits(self.others.pop(number), tensor) and self.same
+        super().take(number, tensor)
 
 
 class HandOver(LayerMode):

@@ -93,6 +93,25 @@ class Way:
         """A forward with inputs of this size has gone another way: the next one is learned."""
         self._replays[sizes] = None
 
+    @property
+    def saved_bytes(self) -> int:
+        """What may be offloaded of all that the learned forward has saved."""
+        storages = {one.storage for one in self.trace.saved if one.movable and one.storage is not None}
+        return sum(self.trace.storages[one].nbytes for one in storages)
+
+    @property
+    def can_repeat_all(self) -> bool:
+        """Whether all operations have given the same bits when they ran again, and may run again in backward."""
+        return not (self.differing or self.forced or self.replay.communicates)
+
+    def run_all(self, policies: RegionPolicies) -> None:
+        """Let second runs skip nothing from now on: handing over gave other bits."""
+        self.hands_over = False
+        self.forced |= self.differing
+        if self.replay.communicates:
+            self.reason = "it communicates, and handing over gave other bits"
+        self.settle(policies)
+
     def droppable(self) -> list[int]:
         """The numbers of the saved tensors that may be dropped, where the layer can be run again."""
         saved = enumerate(self.trace.saved)

@@ -2,9 +2,11 @@
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from offload.recompute.layer_policies import LayerPolicies
 from offload.recompute.run_again import Frame
 
 LINES = ("is never recomputed", "comes out with other bits", "handing over gave other bits")
@@ -18,6 +20,18 @@ def unplanned(caplog: pytest.LogCaptureFixture) -> Iterator[set[str]]:
     yield expected
     messages = [record.getMessage() for record in caplog.get_records("call")]
     assert {line for line in LINES if any(line in message for message in messages)} == expected, messages
+
+
+@pytest.fixture
+def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget that would be broken if a layer ran again while all that it saves is held."""
+    begin = LayerPolicies.__init__
+
+    def begin_short(self: LayerPolicies, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        self.is_short = lambda _: True
+
+    monkeypatch.setattr(LayerPolicies, "__init__", begin_short)
 
 
 RUNS = pytest.StashKey[list[int]]()

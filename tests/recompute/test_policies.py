@@ -229,6 +229,28 @@ def test_only_what_backward_needs_is_computed_again(lab: Lab) -> None:
         assert count_in_backward(layers, x)["silu"] == LAYERS
 
 
+@pytest.mark.usefixtures("no_room")
+def test_where_memory_is_short_nothing_more_is_held_to_compare_second_runs(lab: Lab) -> None:
+    """What all operations compute in backward is compared with what some of them compute from what was kept."""
+    layers, x = build("decoder", LAYERS, lab.device)
+    without = count_in_backward(layers, x)["mm"]
+
+    def held_bytes() -> int:
+        with offload.memory_meter(lab.device) as meter:
+            loss = loss_of(through(layers, x))
+        loss.backward()
+        return meter.peak_bytes
+
+    with offloaded(layers, lab, {"*mm": "keep", "*": "recompute"}):
+        step_gradients(layers, x)
+        first_bytes = held_bytes()
+        assert held_bytes() == first_bytes
+    with offloaded(layers, lab, {"*mm": "keep", "*": "recompute"}):
+        step_gradients(layers, x)
+        assert count_in_backward(layers, x)["mm"] == without + 5 * LAYERS
+        assert count_in_backward(layers, x)["mm"] == without
+
+
 def test_patterns_that_match_no_region_are_named_once(lab: Lab) -> None:
     layers, x = build("decoder", LAYERS, lab.device)
     with offloaded(layers, lab, {"*mlp*": "keep", "silu": "keep", "up_proj: mm": "offload", "*": "recompute"}):

@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import offload
+from offload.recompute.run_again import HandOver
 
 pytestmark = pytest.mark.usefixtures("recomputes")
 
@@ -1534,6 +1535,28 @@ def test_what_the_proof_changes_is_put_back_where_the_device_has_no_memory_for_c
 
     unplanned.add("handing over gave other bits")
     assert_right(function, lab, ADD)
+
+
+@pytest.mark.usefixtures("no_room")
+def test_handing_over_that_gives_other_bits_is_seen_in_backward_where_memory_is_short(
+    lab: Lab, unplanned: set[str]
+) -> None:
+    """It gives the same bits in the microbatch that is learned, and others in the next one."""
+    way = Way()
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        kept = x + 1
+        handed = any(isinstance(mode, HandOver) for mode in _get_current_dispatch_mode_stack())
+        return kept.sin() * (x * (1 + (handed and way.now) * 2**-10)).cos() * w.mean()
+
+    unplanned.add("handing over gave other bits")
+    layers, x = functions(function, lab)
+    expected = step(layers, x)
+    with offloaded(layers, lab, ADD):
+        assert_same(expected, step(layers, x))
+        way.now = True
+        for _ in range(2):
+            assert_same(expected, step(layers, x))
 
 
 TRIED: list[StorageWeakRef] = []
