@@ -87,8 +87,8 @@ def plain_memory(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     kind = type(tensor)
     if (kind is not _TENSOR and kind is not _PARAMETER) or tensor.layout is not _STRIDED:
         return None
-    memory = tensor.untyped_storage()
     try:
+        memory = tensor.untyped_storage()  # that of torch.func raises
         has_memory = bool(memory.data_ptr())  # that of a zero tensor has none
     except RuntimeError:  # a wrapper's
         return None

@@ -170,13 +170,9 @@ def is_traced() -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether tensors are without memory, inside ``torch.func.jvp``, ``jacfwd``, ``linearize`` or ``functionalize``."""
-    # ``torch.vmap`` gives autograd what is under its wrappers. Reverse mode, alone or among others, forbids hooks.
-    transforms = _transforms()
-    if not transforms:
-        return False
-    kinds, names = {transform.key() for transform in transforms}, _take("_C._functorch.TransformType")
-    return bool(kinds & {names.Jvp, names.Functionalize}) and names.Grad not in kinds
+    """Whether tensors are wrapped, inside a transform of ``torch.func`` or ``torch.vmap`` that allows hooks."""
+    kinds = {transform.key() for transform in _transforms() or ()}  # reverse mode, alone or among others, forbids hooks
+    return bool(kinds) and _take("_C._functorch.TransformType").Grad not in kinds
 
 
 def leave_modes(kinds: tuple[type[TorchDispatchMode], ...]) -> None:

@@ -178,3 +178,17 @@ def test_transforms(run: Callable[[Model, torch.Tensor], tuple[torch.Tensor, ...
     expected, found = run(case.plain, case.x), run(case.model, case.x)
     assert_same([tensor.detach() for tensor in expected], [tensor.detach() for tensor in found])
     case.assert_unharmed()
+
+
+@pytest.mark.parametrize("run", TRANSFORMS.values(), ids=list(TRANSFORMS))
+@pytest.mark.parametrize("steps", [0, 4])  # before: the layers are measured then, or follow a plan
+def test_transforms_within_a_budget(run: Callable[..., tuple[torch.Tensor, ...]], steps: int, lab: Lab) -> None:
+    case = Case("context", lab.device)
+    model, x = Model().to(lab.device), case.x
+    with offload_layers(model.layers, memory_budget="1MiB", min_bytes=0):
+        for _ in range(steps):
+            step(model, x)
+        found = run(model, x)
+        assert_same([one.detach() for one in run(case.plain, x)], [one.detach() for one in found])
+        for _ in range(3):
+            assert_same(step(case.plain, x), step(model, x))
