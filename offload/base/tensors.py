@@ -82,6 +82,15 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
                 yield from tensors_in(object.__getattribute__(value, field.name))
 
 
+def check_values(name: str, parameter: torch.Tensor) -> None:
+    """Raise if a parameter has no values yet; ``name`` begins the message."""
+    if isinstance(parameter, torch.nn.parameter.UninitializedParameter) or parameter.is_meta:
+        raise ValueError(
+            f"{name} must have values, got a lazy parameter or a meta tensor; run one forward, or materialise the "
+            "model on the CPU, before this call."
+        )
+
+
 def plain_memory(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """The storage of a plain tensor: of no subclass but ``Parameter``, strided, with memory; ``None`` for others."""
     kind = type(tensor)

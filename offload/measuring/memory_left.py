@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from offload.base.checks import describe, format_bytes, warn_caller
+from offload.base.tensors import check_values
 from offload.optimizer.chunks import NUM_SLOTS
 from offload.optimizer.proof import prove, with_groups
 from offload.optimizer.state import REMAINDER_BYTES, local
@@ -205,6 +206,8 @@ def training_bytes(
     master_weights: bool = False,
 ) -> TrainingBytes:
     """What a model's training holds beside activations; of sharded parameters, this rank's part counts."""
+    for name, one in model.named_parameters():
+        check_values(name, one)
     own_parameters = {*model.parameters()}
     strange = [one for _, one in with_groups(optimizer) if one not in own_parameters]
     if strange:

@@ -15,6 +15,7 @@ from torch import nn
 from offload.activations.stats import Stats
 from offload.base.checks import check_type, format_bytes, parse_bytes
 from offload.base.layer_events import Handle, with_attribute
+from offload.base.tensors import check_values
 from offload.base.torch_private import interpreted
 from offload.device.cuda import CaptureError
 from offload.device.select import get_backend
@@ -349,6 +350,8 @@ def _step_device(optimizer: torch.optim.Optimizer) -> torch.device:
     """The device of the parameters, if they can be streamed."""
     check_can_be_streamed(optimizer)
     parameters = [parameter for _, parameter in with_groups(optimizer)]
+    for parameter in parameters:
+        check_values("each parameter of the optimizer", parameter)
     # A parameter is stepped where it is, or, if its weights are streamed, where they are streamed to.
     devices = list(dict.fromkeys((holder_of(parameter) or parameter).device for parameter in parameters))
     if len(devices) != 1:

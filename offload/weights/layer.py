@@ -24,7 +24,7 @@ from torch import nn
 
 from offload.activations.what_moves import exclude
 from offload.base import trace
-from offload.base.tensors import aligned
+from offload.base.tensors import aligned, check_values
 from offload.base.torch_private import address_of, ddp_parameters, flat_weights, ordinary_apply, running_ddp
 from offload.device.backend import Backend, Event
 from offload.host.page_locked import page_locked
@@ -253,11 +253,7 @@ def check_parameters(modules: list[nn.Module]) -> None:
     for number, module in enumerate(modules):
         for key, parameter in module.named_parameters():
             name = f"layer {number}'s {key}"
-            if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.is_meta:
-                raise ValueError(
-                    f"{name} must have values, got a lazy parameter or a meta tensor; run one forward, or materialise "
-                    "the model on the CPU, before streaming."
-                )
+            check_values(name, parameter)
             kind = type(parameter.data) if type(parameter) is nn.Parameter else type(parameter)
             if kind is not torch.Tensor:
                 raise TypeError(

@@ -445,6 +445,11 @@ def test_refuses_what_is_no_training() -> None:
         offload.prepare(model, adamw(model), "1GiB", layers=[other])
     with pytest.raises(ValueError, match="layers must be the name of one list of modules"):
         offload.prepare(model, adamw(model), "1GiB", layers="blocks")
+    empty = Model().to("meta")
+    with pytest.raises(ValueError, match=r"\.weight must have values, got .* meta tensor; .* materialise the model"):
+        offload.prepare(empty, adamw(empty), "1GiB")
+    with pytest.raises(ValueError, match="each parameter of the optimizer must have values"):
+        offload.stream_optimizer(adamw(empty))
 
 
 def test_an_error_in_a_step_leaves_the_recipe(lab: Lab) -> None:
