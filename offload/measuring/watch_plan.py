@@ -17,6 +17,7 @@ from offload.measuring.memory_left import TOLERANCE, BrokenBudget, GivenMemory
 from offload.measuring.sizes import given_to
 from offload.observe.memory import memory_peak
 from offload.planning.plan import Plan
+from offload.recompute.policies import SOURCE
 
 
 class WatchedPlan(HookedLayers):
@@ -38,8 +39,12 @@ class WatchedPlan(HookedLayers):
         self._broken = BrokenBudget()
         self._learned = 0  # how many forwards were learned when the microbatch began
         self._now = 0, 0  # the elements of the microbatch's inputs, and the bytes of gradients that it began with
-        self._known: list[tuple[int, int]] = []  # those of microbatches that have told of others
-        self._counted = False  # whether what is saved before the first layer was counted
+        self._known: list[tuple[int, int]] = []  # those of microbatches that tell of others
+        self._asked = 0, 0  # the largest one that cannot tell, as what is saved before the first layer was not counted
+        inputs = [one.nbytes for one in plan.profile.layers[0].regions if one.name == SOURCE]
+        self._planned_bytes = sum(inputs)  # of the inputs that the plan is for, if its profile has regions
+        self._input_bytes = 1  # of the microbatch's inputs
+        self._counted = self._has_counted = False  # whether what is saved before the first layer was counted: now, ever
         self._learning = 0, 0  # the most memory in a microbatch that learned, without that, and its elements
         self._peak_bytes: int | None = None  # the most memory in a microbatch that learned nothing, once it has ended
 
@@ -59,7 +64,8 @@ class WatchedPlan(HookedLayers):
             return
         tensors, self._peak_bytes = list(tensors_in(inputs)), None
         self._now = given_to(tensors).elements, self._left.gradient_bytes()
-        if any(all(map(operator.le, self._now, one)) for one in self._known):
+        self._input_bytes = max(1, sum(one.nbytes for one in tensors if one.is_floating_point()))
+        if not any(self._asked) and any(all(map(operator.le, self._now, one)) for one in self._known):
             self._times.start(paused=True)
             return
         self._learned, self._counted = self._count_learned(), self._memory.counts
@@ -72,16 +78,24 @@ class WatchedPlan(HookedLayers):
             return  # another microbatch has begun since, which is not watched
         elements, gradient_bytes = self._now
         if self._counted:
+            self._has_counted = True
             self._times.measure_before(elements)
         most_bytes = self._times.most_bytes() if self._counted else self._times.layers_bytes
         before_bytes = self._times.before_bytes(elements)
         if self._times.alone:
             self._left.found_left(self._memory.now_bytes() + (before_bytes if self._counted else 0))
-        if self._learned != self._count_learned() or not (self._counted or self._known):
+        if self._learned != self._count_learned() or not self._has_counted:
             self._learning = max(self._learning, (most_bytes + gradient_bytes, elements))
-        else:
-            self._peak_bytes = most_bytes + before_bytes + gradient_bytes
+            return
+        self._peak_bytes = most_bytes + before_bytes + gradient_bytes
+        if not self._counted:
+            self._asked = max(self._asked, self._now)
+            return
+        # The plan's own inputs may be larger: of how much more these need, all but the gradients may grow with them.
+        grown = max(0.0, self._planned_bytes / self._input_bytes - 1) * (most_bytes + before_bytes)
+        if self._peak_bytes + grown <= (1 + TOLERANCE) * self._expected:
             self._known.append(self._now)
+            self._asked = 0, 0
 
     def _count_learned(self) -> int:
         return sum(one.learned for one in self.context.policies if one is not None)
