@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from offload.recompute.compiled_levels import parse_compile
 
 def prepare(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     memory_budget: int | str,
     max_host_bytes: int | str | None = None,
     *,
@@ -67,7 +67,9 @@ def prepare(
 
     Args:
         model: The model. Inputs belong on ``device``.
-        optimizer: Of the model's parameters. ``step()``, schedulers, clipping and ``state_dict()`` work as before.
+        optimizer: Of the model's parameters. ``step()``, schedulers, clipping and ``state_dict()`` work as before. Give
+            several optimizers as a list, in which each has parameters of its own: the state of one that is left out is
+            not counted. Recipes change when each of them has stepped.
         memory_budget: All device memory that the training may use, in bytes or as a text such as ``"24GiB"``; or
             ``"auto"``, which is what the device has left, and what the model has there.
         max_host_bytes: All pinned host memory that it may use; no limit by default.
@@ -95,13 +97,15 @@ def prepare(
             were not found, or the optimizer does not hold the model's parameters. Nothing has been changed.
     """
     check_type("model", model, nn.Module, "a module")
-    check_type("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer of the model's parameters")
+    optimizers: list[Any] = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
+    for one in optimizers or [optimizer]:
+        check_type("optimizer", one, torch.optim.Optimizer, "a torch.optim.Optimizer of the model's parameters")
     check_float32(state_dtype, master_weights=master_weights)
     target = resolve_device(device)
-    budget = all_bytes(target, model, optimizer) if memory_budget == "auto" else parse_budget(memory_budget)
+    budget = all_bytes(target, model, optimizers) if memory_budget == "auto" else parse_budget(memory_budget)
     host = None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes")
     if overlap_forward:
-        check_overlap(one for _, one in with_groups(optimizer))
+        check_overlap(one for each in optimizers for _, one in with_groups(each))
     parse_bytes(min_bytes, "min_bytes")
     parse_compile(compile)
     found: Any = layers
@@ -111,19 +115,21 @@ def prepare(
     elif layers is None or isinstance(layers, str) or (callable(layers) and not isinstance(layers, nn.Module)):
         found = find_layers(model, layers)
     modules = check_layers(found, OffloadListener, "offloaded", "cannot be offloaded")
-    chunk_bytes = max(1 << 12, min(CHUNK_BYTES, budget // 90))  # three slots take at most a thirtieth of the budget
+    # Three slots of each optimizer take together at most a thirtieth of the budget.
+    chunk_bytes = max(1 << 12, min(CHUNK_BYTES, budget // 90 // len(optimizers)))
     in_float32: dict[str, Any] = {"state_dtype": state_dtype, "master_weights": master_weights}
-    training = training_bytes(model, modules, optimizer, chunk_bytes, **in_float32)
+    training = training_bytes(model, modules, optimizers, chunk_bytes, **in_float32)
     places: set[str] = {"resident", "streamed"}
     if compute_device(modules) is not None:
         places = {"streamed"}  # by the program
     elif dist.is_initialized() and dist.get_world_size() > 1:
         places = {"resident"}  # where each rank may choose for itself what is shortest
+    alone = len(optimizers) == 1  # which can step streamed weights in backward
     recipes = [
         recipe
         for recipe in RECIPES
         if recipe.weights in places
-        and (step_in_backward or recipe.gradients != "consumed")
+        and (recipe.gradients != "consumed" or (step_in_backward and (recipe.weights == "resident" or alone)))
         and (state_dtype is None or recipe.optimizer != "cpu")
     ]
     plan = replace(without_activations(training, usable_bytes(budget, target), host, recipes), memory_budget=budget)
@@ -136,4 +142,4 @@ def prepare(
         )
     follow = {"min_bytes": min_bytes, "compiles": compile}
     options = in_float32, overlap_forward, chunk_bytes, follow, Pieces(model, modules, allowed=in_pieces)
-    return PreparedTraining(model, modules, lists, optimizer, training, plan, target, *options)
+    return PreparedTraining(model, modules, lists, optimizers, training, plan, target, *options)

@@ -7,9 +7,9 @@ the end of the step after that, the recipe with the shortest predicted step is p
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import astuple, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -26,7 +26,8 @@ from offload.measuring.in_pieces import Pieces
 from offload.measuring.layer_times import ForwardBegins
 from offload.measuring.memory_left import BrokenBudget, bytes_of_gradients, usable_bytes
 from offload.optimizer.chunks import seconds_per_element
-from offload.optimizer.state import move_state
+from offload.optimizer.proof import with_groups
+from offload.optimizer.state import local, move_state
 from offload.optimizer.stream import OptimizerStats, StreamedOptimizer, stream_optimizer
 from offload.planning.plan import Plan, make_plan
 from offload.planning.profile import Link, Profile
@@ -49,12 +50,12 @@ _ALL = 1 << 60
 
 @dataclass(eq=False, repr=False)
 class PreparedTraining(Handle):
-    """A model and its optimizer within a memory budget, from :func:`prepare` to :meth:`remove`."""
+    """A model and its optimizers within a memory budget, from :func:`prepare` to :meth:`remove`."""
 
     _model: nn.Module
     _layers: list[nn.Module]
     _lists: Mapping[str, nn.ModuleList]  # where the layers were found, if nobody has named them
-    _optimizer: torch.optim.Optimizer
+    _optimizers: list[torch.optim.Optimizer]
     _training: TrainingBytes
     _plan: TrainingPlan
     _device: torch.device
@@ -67,7 +68,8 @@ class PreparedTraining(Handle):
     def __post_init__(self) -> None:
         self._usable_bytes = usable_bytes(self._plan.memory_budget, self._device)
         self._weights: StreamedWeights | None = None
-        self._state: StreamedOptimizer | None = None
+        self._states: list[StreamedOptimizer] = []  # of the optimizers, where it is streamed
+        self._stepped: set[torch.optim.Optimizer] = set()  # optimizers, since all of them had stepped
         self._activations: FollowPlan | None = None
         self._removed = False
         self._prediction: Prediction | None = None  # of steps, once there is a profile
@@ -78,7 +80,8 @@ class PreparedTraining(Handle):
         self.broken = BrokenBudget()
         self._put_in_place(_first_of(self._plan))
         self._undo = ExitStack()
-        self._undo.callback(self._optimizer.register_step_post_hook(self._after_step).remove)
+        for optimizer in self._optimizers:
+            self._undo.callback(optimizer.register_step_post_hook(self._after_step).remove)
         if len(self._lists) > 1:
             self._undo.callback(watch_order(self._lists).remove)
         if self._pieces.left:
@@ -130,13 +133,24 @@ class PreparedTraining(Handle):
 
     def stats(self) -> dict[str, OffloadStats | OptimizerStats | WeightStats]:
         """Snapshots of the copies of each part that is in use: ``"activations"``, ``"optimizer"``, ``"weights"``."""
-        activations = None if self._activations is None else self._activations.context
-        parts = {"activations": activations, "optimizer": self._state, "weights": self._weights}
-        return {name: part.stats() for name, part in parts.items() if part is not None}
+        found: dict[str, OffloadStats | OptimizerStats | WeightStats] = {}
+        if self._activations is not None:
+            found["activations"] = self._activations.context.stats()
+        if self._states:
+            found["optimizer"] = OptimizerStats(
+                *map(sum, zip(*(astuple(one.stats()) for one in self._states), strict=True))
+            )
+        if self._weights is not None:
+            found["weights"] = self._weights.stats()
+        return found
 
-    def no_step(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_step(self) -> Iterator[None]:
         """Inside the block, backward steps nothing: for all microbatches of a step but the last."""
-        return nullcontext() if self._state is None else self._state.no_step()
+        with ExitStack() as stack:
+            for one in self._states:
+                stack.enter_context(one.no_step())
+            yield
 
     def remove(self) -> None:
         """Remove all hooks. A second call does nothing.
@@ -149,8 +163,7 @@ class PreparedTraining(Handle):
         self._undo.close()
         if self._activations is not None:
             self._activations.remove()
-        if self._state is not None:
-            self._state.remove(on_device=False)  # in its own dtype
+        self._remove_states()
         if self._weights is not None:
             self._weights.remove()
         self._removed = True
@@ -225,18 +238,20 @@ class PreparedTraining(Handle):
         if self._overlap_forward and not recipe.overlaps:
             _logger.info("overlap_forward: no step is left to run beside the next forward with %s", recipe)
         if recipe.optimizer == "streamed" or (recipe.optimizer == "resident" and self._in_float32["state_dtype"]):
-            self._state = stream_optimizer(  # which adopts the state from where it is
-                self._optimizer,
-                chunk_bytes=self._chunk_bytes,
-                max_host_bytes=most,
-                resident_bytes=_ALL if recipe.optimizer == "resident" else self.resident_bytes,
+            options: dict[str, Any] = {
+                "chunk_bytes": self._chunk_bytes,
+                "max_host_bytes": most,
+                "resident_bytes": _ALL if recipe.optimizer == "resident" else self.resident_bytes,
+                "in_backward": recipe.gradients == "consumed",
+                "consume_gradients": recipe.gradients == "consumed",
+                "overlap_forward": self._overlap_forward and recipe.overlaps,
                 **self._in_float32,
-                in_backward=recipe.gradients == "consumed",
-                consume_gradients=recipe.gradients == "consumed",
-                overlap_forward=self._overlap_forward and recipe.overlaps,
-            )
+            }
+            for optimizer in self._optimizers:  # each adopts the state from where it is
+                self._states.append(stream_optimizer(optimizer, **options))
         else:
-            move_state(self._optimizer)
+            for optimizer in self._optimizers:
+                move_state(optimizer)
         if self._activations is None:
             self._activations = self._measured()
         self._activations.context.limit_host(most)
@@ -247,6 +262,10 @@ class PreparedTraining(Handle):
         self._follow = {**self._follow, "link": made.link}  # measured once, in 128 MiB of the device
         return made
 
+    def _remove_states(self) -> None:
+        while self._states:  # in its own dtype, where it is: it need not fit on the device
+            self._states.pop().remove(on_device=False)
+
     def _end_activations(self) -> None:
         """The layers are to be measured again. Say so if the budget was broken since they were measured before."""
         self.broken.tell(self.device_bytes(), self.asked_bytes)
@@ -255,9 +274,7 @@ class PreparedTraining(Handle):
             self._activations = None
 
     def _change_to(self, planned: RecipePlan) -> None:
-        if self._state is not None:
-            self._state.remove(on_device=False)  # in its own dtype, where it is: it need not fit on the device
-            self._state = None
+        self._remove_states()
         if planned.recipe.weights != self.recipe.weights:  # what the layers' forwards were learned with is no more
             self._end_activations()
             if self._weights is not None:
@@ -275,11 +292,16 @@ class PreparedTraining(Handle):
             pinned += self._training.state_bytes(self.recipe)[1]
         return max(0, most - pinned)
 
-    def _after_step(self, *_: object) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """A step has ended: decide once there is a profile, and again if that of longer inputs does not fit."""
+        self._stepped.add(optimizer)
+        if len(self._stepped) < len(self._optimizers):
+            return  # the gradients of the others must remain where they are
+        self._stepped.clear()
         activations = self._activations
-        if self._overlap_forward and self._state is not None and activations is not None and activations.measures:
-            self._state.synchronize()  # what is timed next has no waits for this step
+        if self._overlap_forward and activations is not None and activations.measures:
+            for one in self._states:
+                one.synchronize()  # what is timed next has no waits for this step
         if activations is None or activations.profile is None or not (self._prediction is None or self._decides_again):
             return
         self._deciding = True
@@ -305,10 +327,11 @@ class PreparedTraining(Handle):
     def _decide(self, activations: FollowPlan, profile: Profile, *, again: bool) -> None:
         """Put the fastest recipe in place for layers that cost this."""
         link = activations.link
-        element_s = seconds_per_element(
-            self._optimizer, device=self._device, chunk_bytes=self._chunk_bytes, **self._in_float32
-        )
-        arithmetic_s = element_s * self._training.trained_elements
+        options = {"device": self._device, "chunk_bytes": self._chunk_bytes, **self._in_float32}
+        arithmetic_s = 0.0
+        for optimizer in self._optimizers:
+            trained = sum(local(one).numel() for _, one in with_groups(optimizer) if one.requires_grad)
+            arithmetic_s += trained * seconds_per_element(optimizer, **options)
         measured = self.recipe, self.resident_bytes, arithmetic_s
         self._prediction = Prediction(self._training, link, *measured, overlap_forward=self._overlap_forward)
         self._plan_recipes(self._prediction, activations, profile)

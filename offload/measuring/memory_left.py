@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -183,9 +183,10 @@ def left_bytes(device: torch.device) -> int:
     return max(0, free + reserved - torch.accelerator.memory_allocated(device))
 
 
-def all_bytes(device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def all_bytes(device: torch.device, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> int:
     """What the device has left, and what the training has there already."""
-    tensors = [one for entry in optimizer.state.values() for one in entry.values() if isinstance(one, torch.Tensor)]
+    entries = [entry for optimizer in optimizers for entry in optimizer.state.values()]
+    tensors = [one for entry in entries for one in entry.values() if isinstance(one, torch.Tensor)]
     tensors += [one for each in model.parameters() for one in (each, each.grad) if one is not None]
     here = {part.untyped_storage() for part in map(local, tensors) if part.device == device}
     return left_bytes(device) + sum(storage.nbytes() for storage in here)
@@ -199,7 +200,7 @@ def usable_bytes(memory_budget: int, device: torch.device) -> int:
 def training_bytes(
     model: nn.Module,
     layers: list[nn.Module],
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
     chunk_bytes: int,
     *,
     state_dtype: torch.dtype | None = None,
@@ -208,19 +209,9 @@ def training_bytes(
     """What a model's training holds beside activations; of sharded parameters, this rank's part counts."""
     for name, one in model.named_parameters():
         check_values(name, one)
-    own_parameters = {*model.parameters()}
-    strange = [one for _, one in with_groups(optimizer) if one not in own_parameters]
-    if strange:
-        raise ValueError(
-            f"optimizer must hold parameters of the model, got {len(strange)} others, the first {describe(strange[0])} "
-            f"of shape {tuple(strange[0].shape)}; build it from model.parameters()."
-        )
-    check_can_be_streamed(optimizer)
-    try:
-        layouts = prove(optimizer, state_dtype).layouts
-    except TypeError as error:
-        instead = "call offload_layers(…, memory_budget=…), which plans activations alone"
-        raise TypeError(f"{str(error).rstrip('.')}, and {instead}.") from error
+    layouts: dict[Any, Any] = {}
+    for optimizer in optimizers:
+        layouts.update(_layouts_of(optimizer, model, state_dtype, layouts))
     parts: dict[Any, torch.Tensor] = {one: local(one).requires_grad_(one.requires_grad) for one in model.parameters()}
     for number, layer in enumerate(layers):
         if not parts.keys() >= {*layer.parameters()}:
@@ -229,11 +220,39 @@ def training_bytes(
                 f"are none of {type(model).__name__}'s; take the layers from this model."
             )
     state: dict[Any, int] = {}
-    for _, parameter in with_groups(optimizer):
-        sizes = [dtype.itemsize for dtype in layouts.get(parameter, {}).values()]
+    for parameter, layout in layouts.items():
+        sizes = [dtype.itemsize for dtype in layout.values()]
         if sizes and master_weights and parameter.dtype is torch.bfloat16:
             sizes.append(REMAINDER_BYTES)
         part = parts[parameter]
         state[part] = parameter.requires_grad * part.numel() * sum(sizes)
     own = [[parts[one] for one in layer.parameters()] for layer in layers]
-    return TrainingBytes.of([*parts.values()], own, lambda one: state.get(one, 0), NUM_SLOTS * chunk_bytes, [*state])
+    slots = NUM_SLOTS * chunk_bytes * len(optimizers)
+    made = TrainingBytes.of([*parts.values()], own, lambda one: state.get(one, 0), slots, [*state])
+    # A part of the state can be resident where one optimizer has all of it, and picks the parameters.
+    return made if len(optimizers) == 1 else replace(made, parameter_state=(), parameter_layer=())
+
+
+def _layouts_of(
+    optimizer: torch.optim.Optimizer, model: nn.Module, state_dtype: torch.dtype | None, others: Collection[Any]
+) -> dict[Any, Mapping[str, torch.dtype]]:
+    """The state of each of an optimizer's parameters, which are the model's, and none of ``others``."""
+    parameters, own = [one for _, one in with_groups(optimizer)], {*model.parameters()}
+    strange = [one for one in parameters if one not in own]
+    if strange:
+        raise ValueError(
+            f"optimizer must hold parameters of the model, got {len(strange)} others, the first {describe(strange[0])} "
+            f"of shape {tuple(strange[0].shape)}; build it from model.parameters()."
+        )
+    if shared := [one for one in parameters if one in others]:
+        raise ValueError(
+            f"optimizers must hold different parameters, got {len(shared)} that two of them hold, the first of shape "
+            f"{tuple(shared[0].shape)}; leave each to one optimizer."
+        )
+    check_can_be_streamed(optimizer)
+    try:
+        layouts = prove(optimizer, state_dtype).layouts
+    except TypeError as error:
+        instead = "call offload_layers(…, memory_budget=…), which plans activations alone"
+        raise TypeError(f"{str(error).rstrip('.')}, and {instead}.") from error
+    return {one: layouts.get(one, {}) for one in parameters}

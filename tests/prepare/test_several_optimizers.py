@@ -1,0 +1,122 @@
+"""Several optimizers, each with parameters of its own: every state counts, and recipes change between whole steps."""
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from lab import Lab
+from models import assert_same
+from torch import nn
+
+import offload
+from offload.planning.recipes import RECIPES, Recipe
+
+RESIDENT, STREAMED, CONSUMED, ALL_CONSUMED, ALL_STREAMED, _ = RECIPES
+WIDTH = 64
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def optimizers_of(model: Model) -> list[torch.optim.Optimizer]:
+    """Of matrices and of vectors: each layer has parameters of both."""
+    matrices, vectors = ([one for one in model.parameters() if (one.ndim > 1) is large] for large in (True, False))
+    return [torch.optim.AdamW(matrices, lr=1e-2), torch.optim.SGD(vectors, lr=1e-1, momentum=0.9)]
+
+
+def train(
+    lab: Lab, budget: int | None, order: tuple[int, ...] = (0, 1), steps: int = 6, **options: Any
+) -> tuple[list[torch.Tensor], list[Recipe]]:
+    """Parameters and state after some steps, and the recipe of each step."""
+    model = Model() if budget else Model().to(lab.device)
+    optimizers = optimizers_of(model)
+    prepared, recipes = None, []
+    if budget is not None:
+        prepared = offload.prepare(model, optimizers, budget, device=lab.device, min_bytes=0, **options)
+    for number in range(steps):
+        if prepared is not None:
+            recipes.append(prepared.recipe)
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number)).to(lab.device)
+        model(x).backward()
+        for one in order:
+            optimizers[one].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    states = [optimizer.state_dict()["state"] for optimizer in optimizers]
+    entries = [entry for state in states for _, entry in sorted(state.items())]
+    state = [torch.as_tensor(one) for entry in entries for _, one in sorted(entry.items())]
+    if prepared is not None:
+        assert prepared.stats().get("optimizer", offload.OptimizerStats()).steps % 2 == 0
+        prepared.remove()
+    return [one.detach().cpu().clone() for one in [*model.parameters(), *state]], recipes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(RESIDENT, CONSUMED), (STREAMED, RESIDENT), (CONSUMED, ALL_STREAMED), (ALL_STREAMED, STREAMED)],
+    ids=str,
+)
+def test_a_change_of_recipes_waits_for_all_optimizers(
+    before: Recipe, after: Recipe, order: tuple[int, ...], lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["offload.prepare"], "RECIPES", (after, before))
+    prepared = sys.modules["offload.prepared"]
+    monkeypatch.setattr(prepared, "_first_of", lambda plan: plan.recipes[1])
+    monkeypatch.setattr(prepared.TrainingPlan, "chosen", property(lambda plan: plan.recipes[0]))
+    found, recipes = train(lab, 1 << 30, order, step_in_backward=True)
+    assert (recipes[0], recipes[-1]) == (before, after)
+    assert_same(train(lab, None, order)[0], found)
+
+
+def test_the_state_of_all_optimizers_counts(lab: Lab) -> None:
+    """With weights, gradients and the state of one, the budget would hold everything."""
+    if lab.device.type != "cpu":
+        return
+    model = Model()
+    halves = [[one for layer in model.layers[part] for one in layer.parameters()] for part in (slice(3), slice(3, 6))]
+    optimizers = [torch.optim.AdamW(half, lr=1e-2) for half in halves]
+    weights = sum(one.nbytes for one in model.parameters())
+    budget = int(3.8 * weights)  # weights, gradients and both states are 4 times the weights
+    with (
+        offload.prepare(model, optimizers, budget, device=lab.device, min_bytes=0) as prepared,
+        offload.memory_meter(lab.device) as meter,
+    ):
+        for _ in range(6):
+            model(torch.ones(4, WIDTH)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert prepared.recipe.optimizer == "streamed"
+    assert weights + meter.peak_bytes <= budget
+
+
+def test_streamed_weights_are_stepped_in_backward_by_one_optimizer_alone(lab: Lab) -> None:
+    model = Model()
+    with offload.prepare(
+        model, optimizers_of(model), 1 << 30, device=lab.device, min_bytes=0, step_in_backward=True
+    ) as prepared:
+        planned = [one.recipe for one in prepared.plan.recipes]
+    assert CONSUMED in planned
+    assert ALL_CONSUMED not in planned
+
+
+def test_refused(lab: Lab) -> None:
+    model = Model()
+    twice = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(model.layers[:1].parameters(), lr=0.1)]
+    said = r"optimizers must hold different parameters, got 2 that two of them hold, the first of shape \(64, 64\)"
+    with pytest.raises(ValueError, match=said):
+        offload.prepare(model, twice, 1 << 30, device=lab.device)
+    with pytest.raises(TypeError, match=r"Optimizer of the model's parameters, got a list"):
+        offload.prepare(model, [], 1 << 30, device=lab.device)
