@@ -256,8 +256,9 @@ class SavedCheck:
         self._arrivals = frame.replay.arrivals if hand_over else {}
         self._dropped = frame.dropped
         self._missing = len(frame.dropped)
-        self._compares = not hand_over and frame.replay.hands_over
-        self._to_the_end = to_the_end or self._compares
+        compares = not hand_over and frame.replay.hands_over
+        self._compared = frame.kept.keys() - frame.replay.unlike if compares else set()
+        self._to_the_end = to_the_end or compares
 
     def pack(self, tensor: torch.Tensor) -> None:
         """As a pack hook; nothing is saved, as nobody goes back through this run."""
@@ -279,7 +280,7 @@ class SavedCheck:
             self._missing -= 1
             if not self._missing and not self._to_the_end:
                 raise AllThereError
-        elif self._compares and number in self.frame.kept and not same_bits(self.frame.kept[number](), tensor):
+        elif number in self._compared and not same_bits(self.frame.kept[number](), tensor):
             raise self.frame.other(f"computes other values as saved tensor {number}")
 
     def take(self, number: int, tensor: torch.Tensor) -> None:

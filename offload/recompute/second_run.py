@@ -55,6 +55,8 @@ class SecondRun:
         self.sized = False
         """Whether the results have other sizes than in the forward that was learned."""
         self.wrong = False  # whether a second run has gone another way
+        self.unlike: set[int] = set()
+        """Numbers of saved tensors that come out with other bits when all operations run again."""
         self.may_change = zone >= 0
         """Whether operations after those of the plan may be others each time."""
         self.steps = steps[:zone] if self.may_change else steps  # the operations in their order

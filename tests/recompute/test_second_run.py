@@ -1559,6 +1559,29 @@ def test_handing_over_that_gives_other_bits_is_seen_in_backward_where_memory_is_
             assert_same(expected, step(layers, x))
 
 
+@torch.library.custom_op("offload_tests::with_scratch", mutates_args=())
+def with_scratch(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As attention without dropout, whose kernel saves the state of a generator that it has never written."""
+    _COUNT[0] += 1
+    return x.sin(), torch.full((2,), _COUNT[0], device=x.device)
+
+
+with_scratch.register_autograd(
+    lambda ctx, gradient, _: gradient * ctx.saved_tensors[0].cos(),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0], *output),
+)
+
+
+@pytest.mark.usefixtures("no_room")
+def test_small_tensors_that_come_out_with_other_bits_are_no_second_run_of_another_way(lab: Lab) -> None:
+    layers, x = functions(lambda x, w: with_scratch(x * 2)[0].exp().cos() * w.mean(), lab)
+    expected = step(layers, x)
+    with offloaded(layers, lab, {"*with_scratch*": "keep", "*": "recompute"}, min_bytes=64) as handle:
+        for _ in range(3):
+            assert_same(expected, step(layers, x))
+        assert handle.regions(0)["exp"] == "recompute"
+
+
 TRIED: list[StorageWeakRef] = []
 
 
