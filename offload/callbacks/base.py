@@ -54,8 +54,10 @@ class WhileTraining(Handle):
         else:
             signature(offload.prepare).bind(None, None, **self._options)
 
-    def attach(self, model: nn.Module, *optimizers: Any, device: torch.device | None = None) -> None:
-        """Begin with a model that ``optimizers`` are to train on ``device``: the trainer calls this."""
+    def attach(
+        self, model: nn.Module, *optimizers: Any, device: torch.device | None = None, clips_at: float | None = None
+    ) -> None:
+        """Begin to train ``model`` on ``device``: the trainer calls this, which may clip gradients."""
         self.remove()  # the trainer tells no callback of a training that raised
         if "memory_budget" not in self._options:
             self.handle = offload.offload_layers(find_layers(model, self._layers), **self._options)
@@ -64,6 +66,11 @@ class WhileTraining(Handle):
             raise ValueError(
                 f"memory_budget needs a model with one optimizer, got {len(optimizers)}; leave it out, and write "
                 "num_layers or policies."
+            )
+        if clips_at and self._options.get("step_in_backward"):  # which would find no gradients, and clip nothing
+            raise ValueError(
+                f"step_in_backward must be False where the trainer clips gradients, got both, at {clips_at}; leave it "
+                "out, or train with max_grad_norm=0 (Trainer) or without gradient_clip_val (Lightning)."
             )
         options = {"device": device, "layers": self._layers, **self._options}
         self.handle = offload.prepare(model, *optimizers, **options)

@@ -15,7 +15,7 @@ class OffloadCallback(WhileTraining, TrainerCallback):
     """Fits what a Hugging Face ``Trainer`` trains into a memory budget, or offloads its layers, while it is trained.
 
     With ``memory_budget``, :func:`offload.prepare` decides where weights, gradients, optimizer state and activations
-    are; ``Trainer`` clips gradients and may accumulate them, so leave ``step_in_backward`` out unless it does neither.
+    are; ``step_in_backward`` needs ``max_grad_norm=0``, as ``Trainer`` clips otherwise, and no accumulation.
     Without a budget, activations are offloaded as by :func:`offload.offload_layers`.
 
     Statistics are logged with the loss, under names that begin with ``offload/``. ``Trainer`` tells a callback when
@@ -43,7 +43,8 @@ class OffloadCallback(WhileTraining, TrainerCallback):
                 f"Trainer must run in one process per GPU, got {args.n_gpu} GPUs in one; start the script with "
                 "torchrun, or with one GPU in CUDA_VISIBLE_DEVICES."
             )
-        self.attach(model, getattr(optimizer, "optimizer", optimizer), device=args.device)  # Accelerate wraps it
+        plain = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
+        self.attach(model, plain, device=args.device, clips_at=args.max_grad_norm)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, logs: dict[str, float], **_: Any

@@ -22,7 +22,8 @@ class OffloadCallback(WhileTraining, Callback):
     """
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.attach(pl_module, *trainer.optimizers, device=pl_module.device)
+        clips_at = trainer.gradient_clip_val
+        self.attach(pl_module, *trainer.optimizers, device=pl_module.device, clips_at=clips_at)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         # Tensors on the host: Lightning would copy numbers to the device and wait for the copy.

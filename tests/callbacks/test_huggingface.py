@@ -102,6 +102,15 @@ def test_trains_the_same_within_a_budget(tmp_path, budget, options):
     assert not has_hooks(trainer.model)
 
 
+def test_steps_in_backward_exclude_the_clipping_that_is_the_default(tmp_path):
+    """Clipping would find no gradients, and do nothing."""
+    callback = OffloadCallback(memory_budget="900KiB", min_bytes=1, step_in_backward=True)
+    with pytest.raises(ValueError, match=r"step_in_backward must be False where the trainer clips .* at 1\.0; leave"):
+        trained(tmp_path, callback)
+    trainer = trained(tmp_path, callback, max_steps=4, max_grad_norm=0)
+    assert_same(trainer, trained(tmp_path, max_steps=4, max_grad_norm=0))
+
+
 def test_auto_asks_the_device_which_the_cpu_is_not(tmp_path):
     with pytest.raises(ValueError, match="on the CPU, give bytes"):
         trained(tmp_path, OffloadCallback(memory_budget="auto"))

@@ -97,6 +97,12 @@ def test_trains_the_same_within_a_budget(tmp_path, budget, options):
     assert (plan.chosen.recipe.optimizer == "resident") is (budget == "1GiB")
 
 
+def test_refuses_steps_in_backward_with_clipping(tmp_path):
+    callback = OffloadCallback(memory_budget="1GiB", step_in_backward=True)
+    with pytest.raises(ValueError, match=r"step_in_backward must be False where the trainer clips .* at 0\.01"):
+        fit(Module(), tmp_path, [callback], gradient_clip_val=0.01)
+
+
 def test_refuses_a_budget_for_two_optimizers(tmp_path):
     class Two(Module):
         automatic_optimization = False
