@@ -142,7 +142,6 @@ def prove_all(
     _find_constants(trace, learn, again)
     movable = way.droppable()
     written = {number for number in movable if _is_written_later(trace, number)}
-    way.unlike = proof.differing
     way.differing = proof.differing & set(movable)
     way.forced = written | _origins(frame, way, originals, lend, short=short)
     if backend is None:

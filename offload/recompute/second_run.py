@@ -56,7 +56,8 @@ class SecondRun:
         """Whether the results have other sizes than in the forward that was learned."""
         self.wrong = False  # whether a second run has gone another way
         self.unlike: set[int] = set()
-        """Numbers of saved tensors that come out with other bits when all operations run again."""
+        """Numbers of saved tensors that may come out with other bits when all operations run again: such as the small
+        state of a generator that an attention kernel without dropout leaves as it found the memory."""
         self.may_change = zone >= 0
         """Whether operations after those of the plan may be others each time."""
         self.steps = steps[:zone] if self.may_change else steps  # the operations in their order

@@ -39,9 +39,6 @@ class Way:
         """Numbers of saved tensors that come out with other bits, or were written after they were saved."""
         self.differing: set[int] = set()
         """Numbers of saved tensors that come out with other bits when all operations run again."""
-        self.unlike: set[int] = set()
-        """Those of them, and of smaller saved tensors: as the state of a generator that an attention kernel left as it
-        found the memory."""
         self.impossible: set[int] = set()
         """Numbers of saved tensors that depend on what must not run twice."""
         self.hands_over = True
@@ -175,7 +172,7 @@ class Way:
         if policies.are_timed and not run.communicates:
             run = SecondRun(trace, run.dropped, skips=False)
         self.replay = run if run.dropped else NOTHING
-        run.unlike = self.unlike
+        run.unlike = self.differing | {number for number, one in enumerate(trace.saved) if not one.movable}
         self.expected = [
             (one.node, one.shape, one.stride if number in self.replay.numbers else None, one.dtype, policy)
             for number, (one, policy) in enumerate(zip(trace.saved, wanted, strict=True))

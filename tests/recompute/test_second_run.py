@@ -1559,10 +1559,13 @@ def test_handing_over_that_gives_other_bits_is_seen_in_backward_where_memory_is_
             assert_same(expected, step(layers, x))
 
 
+_SCRATCH = [0]
+
+
 @torch.library.custom_op("offload_tests::with_scratch", mutates_args=())
 def with_scratch(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """As attention without dropout, whose kernel saves the state of a generator that it has never written."""
-    _COUNT[0] += 1
+    _COUNT[0] += _SCRATCH[0]
     return x.sin(), torch.full((2,), _COUNT[0], device=x.device)
 
 
@@ -1574,10 +1577,11 @@ with_scratch.register_autograd(
 
 @pytest.mark.usefixtures("no_room")
 def test_small_tensors_that_come_out_with_other_bits_are_no_second_run_of_another_way(lab: Lab) -> None:
+    """Also if they were the same when the layer was proven."""
     layers, x = functions(lambda x, w: with_scratch(x * 2)[0].exp().cos() * w.mean(), lab)
     expected = step(layers, x)
     with offloaded(layers, lab, {"*with_scratch*": "keep", "*": "recompute"}, min_bytes=64) as handle:
-        for _ in range(3):
+        for _SCRATCH[0] in (0, 1, 1):
             assert_same(expected, step(layers, x))
         assert handle.regions(0)["exp"] == "recompute"
 
