@@ -175,6 +175,7 @@ def main() -> None:
     several = [] if arguments.without_accumulation else [(max(lengths), MICROBATCHES)]
     for name in arguments.ways:
         optimizer, handle = run.adamw(), None
+        run.frees_gradients = "forward" in name  # to set them to zero would wait for the step that reads them
         pin_s = time.perf_counter()
         if name in WAYS:
             handle = WAYS[name](optimizer, **({"chunk_bytes": "64KiB"} if small else {}))

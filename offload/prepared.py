@@ -336,7 +336,8 @@ class PreparedTraining(Handle):
         self._prediction = Prediction(self._training, link, *measured, overlap_forward=self._overlap_forward)
         self._plan_recipes(self._prediction, activations, profile)
         if not self._plan.fits:
-            if self._pieces.left:  # the layers are measured again, with something in pieces
+            if self._pieces.left:
+                _logger.info("no recipe fits; the layers are measured again, with more in pieces\n%s", self._plan)
                 self._pieces.due, self._prediction = True, None
                 self._end_activations()
                 self._activations = self._measured()

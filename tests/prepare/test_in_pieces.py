@@ -1,5 +1,6 @@
 """The loss in chunks and MLPs in tiles: only where nothing fits without, and where the model allows it."""
 
+import logging
 import copy
 from typing import Any
 
@@ -68,14 +69,18 @@ def test_what_breaks_the_budget_is_computed_in_pieces(sizes: tuple[int, int], bu
 
 
 @pytest.mark.slow
-def test_measured_steps_tell_what_sizes_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_steps_tell_what_sizes_do_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """And nobody says of a recipe that its activations do not fit before another one was chosen."""
+    caplog.set_level(logging.INFO, "offload.prepared")
     monkeypatch.setattr("offload.measuring.in_pieces.LOGIT_BYTES", 0)
     expected, _, _ = train(llama(), None)
     with pytest.warns(UserWarning, match=WARNING), pytest.warns(UserWarning, match="but a microbatch before needed 2"):
         found, _, prepared = train(llama(), 12 << 20)
     assert found == pytest.approx(expected, rel=1e-5)
     assert [one.partition(" of ")[0] for one in prepared.plan.in_pieces] == [LOSS]
+    assert any("measured again" in line and "activations need" in line for line in caplog.messages)
     assert prepared.state == "following"
     assert prepared.plan.fits
     prepared.remove()  # it counts memory in a dispatch mode, which the tests behind would see
