@@ -1,7 +1,7 @@
 """The loss in chunks and MLPs in tiles: only where nothing fits without, and where the model allows it."""
 
-import logging
 import copy
+import logging
 from typing import Any
 
 import pytest
