@@ -336,8 +336,10 @@ class PreparedTraining(Handle):
         self._prediction = Prediction(self._training, link, *measured, overlap_forward=self._overlap_forward)
         self._plan_recipes(self._prediction, activations, profile)
         if not self._plan.fits:
-            if self._pieces.left:
-                _logger.info("no recipe fits; the layers are measured again, with more in pieces\n%s", self._plan)
+            more = bool(self._pieces.left and self._tokens)  # no forward of the model begins where its parts are called
+            what = "; the layers are measured again, with more in pieces" if more else ""
+            _logger.info("no recipe fits%s\n%s", what, self._plan)
+            if more:
                 self._pieces.due, self._prediction = True, None
                 self._end_activations()
                 self._activations = self._measured()
