@@ -13,6 +13,7 @@ copies of these to the host run beside the next forward.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -366,19 +367,18 @@ def plan_recipes(
     ``plan`` plans activations within so many bytes of device and of host memory for a link; it raises a
     :class:`TooLittleMemoryError` if they do not fit. ``missing_bytes`` is what a measured step needs beside weights,
     optimizer state and the layers' activations: gradients, the loss, what libraries allocate.
-
     Resident state and activations share what a recipe leaves. All amounts that a smaller budget tries are tried, too.
     """
     training, link = prediction.training, prediction.link
-    beside = max(0, missing_bytes - training.gradient_bytes(prediction.measured))
-
+    others = missing_bytes - training.gradient_bytes(prediction.measured)  # negative if layers were measured with them
+    beside = defaultdict(lambda: max(0, others), {prediction.measured.gradients: others})
     made = cache(plan)  # recipes ask for the same plans
 
     def best(least: RecipePlan) -> RecipePlan:
         """The shortest step of a recipe that needs as much ``least``."""
         if least.reason:
             return least
-        most, found = max(0, memory_budget - least.device_bytes - beside), list[RecipePlan]()
+        most, found = max(0, memory_budget - least.device_bytes - beside[least.recipe.gradients]), list[RecipePlan]()
         try:
             found += within(least, most, most)
             for left in _less_than(most) if any(training.link_s(least.recipe, link)) else ():
@@ -401,14 +401,14 @@ def plan_recipes(
         plans += [made(left, host_left, other) for other in _beside_copies(link, busy_s, plans[0])]
         pairs = [(each, resident) for each in plans]
         if recipe.optimizer == "streamed":
-            free = memory_budget * (1 - MARGIN) - beside - one.device_bytes + resident
+            free = memory_budget * (1 - MARGIN) - beside[recipe.gradients] - one.device_bytes + resident
             more = ((each, training.most_resident(free - each.peak_bytes)) for each in plans)
             pairs += [(each, amount) for each, amount in more if amount > resident]
         return [planned(recipe, *pair) for pair in pairs]
 
     def planned(recipe: Recipe, each: Plan, resident: int) -> RecipePlan:
         one, step_s = _beside_activations(training, recipe, resident), prediction.step_s(each, recipe, resident)
-        device, host = one.device_bytes + beside + each.peak_bytes, one.host_bytes + each.host_bytes
+        device, host = one.device_bytes + beside[recipe.gradients] + each.peak_bytes, one.host_bytes + each.host_bytes
         return replace(one, plan=each, step_s=step_s, device_bytes=device, host_bytes=host)
 
     every = without_activations(training, memory_budget, max_host_bytes, recipes).recipes

@@ -9,6 +9,7 @@ import pytest
 
 import offload
 from offload.base.evenly import evenly
+from offload.planning.plan import TooLittleMemoryError
 from offload.planning.recipes import (
     RECIPES,
     WORTH,
@@ -306,6 +307,26 @@ def test_a_larger_budget_has_no_longer_step(seed: int, host_gib: int | None) -> 
                 assert host is None or one.host_bytes <= host
                 shortest[one.recipe] = min(shortest[one.recipe], one.step_s)
     assert min(shortest.values()) < math.inf
+
+
+@pytest.mark.parametrize("among_layers", [True, False])
+def test_gradients_that_were_measured_in_the_layers_count_once(among_layers: bool) -> None:
+    """Else the recipe in place would not fit where the activations' own plan does."""
+    profile = offload.Profile((offload.LayerProfile(0.1, 0.2, GIB, (GIB,), workspace_bytes=2 * GIB),) * 4)
+    with pytest.raises(TooLittleMemoryError) as error:
+        offload.plan(profile, 1, SLOW)
+    missing_bytes = 0 if among_layers else EVEN.gradient_bytes(ALL_CONSUMED)
+    made = plan_recipes(
+        Prediction(EVEN, SLOW, ALL_CONSUMED, 0, 0.0),
+        EVEN.held_bytes(ALL_CONSUMED) + error.value.least_bytes + missing_bytes,
+        None,
+        lambda device, _, link: offload.plan(profile, device, link),
+        missing_bytes,
+    )
+    [found] = [one for one in made.recipes if one.recipe == ALL_CONSUMED]
+    assert not found.reason
+    assert found.plan is not None
+    assert found.device_bytes == EVEN.held_bytes(ALL_CONSUMED) + missing_bytes + found.plan.peak_bytes
 
 
 def test_state_that_is_resident_is_spread_over_backward() -> None:
