@@ -350,8 +350,6 @@ def _step_device(optimizer: torch.optim.Optimizer) -> torch.device:
     """The device of the parameters, if they can be streamed."""
     check_can_be_streamed(optimizer)
     parameters = [parameter for _, parameter in with_groups(optimizer)]
-    for parameter in parameters:
-        check_values("each parameter of the optimizer", parameter)
     # A parameter is stepped where it is, or, if its weights are streamed, where they are streamed to.
     devices = list(dict.fromkeys((holder_of(parameter) or parameter).device for parameter in parameters))
     if len(devices) != 1:
@@ -360,6 +358,7 @@ def _step_device(optimizer: torch.optim.Optimizer) -> torch.device:
             "an optimizer for each device, or move the modules outside of the layers whose weights are streamed."
         )
     for parameter in parameters:
+        check_values("each parameter of the optimizer", parameter)
         part = local(parameter)
         if part.layout is not torch.strided or torch.empty_like(part, device="meta").stride() != part.stride():
             raise ValueError(

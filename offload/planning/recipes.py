@@ -13,7 +13,6 @@ copies of these to the host run beside the next forward.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -369,9 +368,10 @@ def plan_recipes(
     optimizer state and the layers' activations: gradients, the loss, what libraries allocate.
     Resident state and activations share what a recipe leaves. All amounts that a smaller budget tries are tried, too.
     """
-    training, link = prediction.training, prediction.link
-    others = missing_bytes - training.gradient_bytes(prediction.measured)  # negative if layers were measured with them
-    beside = defaultdict(lambda: max(0, others), {prediction.measured.gradients: others})
+    training, link, measured = prediction.training, prediction.link, prediction.measured
+    others, ways = missing_bytes - training.gradient_bytes(measured), ("resident", "consumed", "host")
+    # Less where gradients were measured in the layers. Resident ones are there as a whole when backward ends.
+    beside = {one: others if one == measured.gradients != "resident" else max(0, others) for one in ways}
     made = cache(plan)  # recipes ask for the same plans
 
     def best(least: RecipePlan) -> RecipePlan:
