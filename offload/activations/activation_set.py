@@ -49,14 +49,15 @@ _REMEDY = {
 
 
 class Saved(dict[int, "weakref.ref[SavedStorage]"]):
-    """The storages that one microbatch has saved, by the program's, and those of the operation at work.
+    """The storages that one microbatch has saved, by the addresses of the program's own, and those of an operation.
 
     All weakly: a storage that the graph has let go of is not copied any more. The address of one that the program has
-    let go of may be another's by now. Autograd may save a tensor before the
-    kernel has run that writes it: ``rrelu`` saves its noise first and draws it then, without a change of its version.
-    So nothing is copied, and no ready event recorded, until the operation is over: when a later one saves, when the
-    layer's forward ends, or when the program asks. Only the first tensor that a layer saves is copied at once if
-    another operation computed it.
+    let go of may be another's by now.
+
+    Autograd may save a tensor before the kernel has run that writes it: ``rrelu`` saves its noise first and draws it
+    then, without a change of its version. So nothing is copied, and no ready event recorded, until the operation is
+    over: when a later one saves, when the layer's forward ends, or when the program asks. Only the first tensor that a
+    layer saves is copied at once if another operation computed it.
     """
 
     def __init__(self) -> None:

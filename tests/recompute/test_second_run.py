@@ -1559,6 +1559,17 @@ def test_handing_over_that_gives_other_bits_is_seen_in_backward_where_memory_is_
             assert_same(expected, step(layers, x))
 
 
+@pytest.mark.usefixtures("no_room")
+def test_what_a_second_run_is_compared_with_need_not_be_pinned(lab: Lab) -> None:
+    """Where neither the device nor pinned memory has room for it."""
+    layers, x = build("decoder", LAYERS, lab.device)
+    expected = step(layers, x)
+    with offloaded(layers, lab, max_host_bytes=4096) as handle:
+        assert_same(expected, step(layers, x))
+        assert handle.stats().pinned_bytes <= 4096
+        assert "recompute" in handle.regions(0).values()
+
+
 _SCRATCH = [0]
 
 
