@@ -639,7 +639,6 @@ def left_free_by(plan: Plan) -> int:
     return max(0, round((1 - RESERVE) * plan.memory_budget) - plan.peak_bytes)
 
 
-@pytest.mark.slow
 def test_what_is_needed_outside_of_the_layers_is_taken_off(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -972,6 +971,33 @@ def test_gradients_of_earlier_microbatches_count(lab: Lab) -> None:
     with budgeted(layers, lab, round(0.9 * step())):  # also where the plan was measured without them
         peaks = [step(microbatches) for microbatches in (1, 1, 1, 1, 1, 2, 2, 2, 2)]
     assert gradients_bytes < max(peaks) <= 0.9 * step()
+
+
+@pytest.mark.parametrize("fewer", [{"microbatches": 1}, {"count": LAYERS - 1}], ids=["gradients", "layers"])
+def test_a_microbatch_does_not_tell_of_those_with_more(fewer: dict[str, int], lab: Lab) -> None:
+    """Steps that begin with no gradients, or skip a layer, keep to the budget, and the next one breaks it."""
+    layers, x = build("mlp", LAYERS, lab.device)
+    optimizer = torch.optim.SGD(layers.parameters(), lr=1e-3)
+
+    def step(outside_bytes: int = 0, microbatches: int = 2, count: int = LAYERS) -> int:
+        with offload.memory_meter(lab.device) as meter:
+            for left in reversed(range(microbatches)):
+                y = through(layers if left else layers[:count], x * 1)
+                temporary = torch.empty(0 if left else outside_bytes, dtype=torch.uint8)
+                y.square().mean().backward()
+                del temporary
+        optimizer.step()
+        optimizer.zero_grad()
+        return meter.peak_bytes
+
+    budget = 2 * step()
+    with budgeted(layers, lab, budget) as handle:
+        step()
+        for _ in range(3):
+            step(**fewer)
+        assert handle.state == "following"
+        with pytest.warns(UserWarning, match="memory_budget = .* (kept to from here on|cannot be met|was not met)"):
+            all(map(step, [budget] * 3))
 
 
 @pytest.mark.parametrize("varying", [False, True])

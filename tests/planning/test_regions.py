@@ -420,6 +420,20 @@ class TestPlan:
                 fewer = make_plan(profile, peak - 1, PCIE, max_host_bytes=0)
                 assert fewer.policies.count(None) < kept
 
+    @pytest.mark.parametrize("mib", range(240, 480, 30))
+    def test_bisection_finds_about_what_all_choices_have(self, mib, monkeypatch):
+        """On a link that is as fast as compute, so that few of many choices are good."""
+        regions = [
+            region("input", 20, 0, recomputable=False),
+            region("up", 100, 4, 0),
+            region("act", 50, 2, 1),
+        ]
+        layer = LayerProfile.from_regions(regions, 0.006, 0.012, workspace_bytes=30 * MIB)
+        profile, link = Profile((layer,) * 4), Link(20e9, 20e9, 30e9)
+        best = make_plan(profile, mib * MIB, link)
+        monkeypatch.setattr("offload.planning.search.FEW", 0)
+        assert make_plan(profile, mib * MIB, link).step_s == pytest.approx(best.step_s, rel=0.06)
+
     def test_regions_are_kept_where_recomputing_all_of_them_needs_more_memory(self, monkeypatch):
         """The second run has "wide" on the device unless "output" is kept: the least kept is not the least peak."""
         monkeypatch.setattr("offload.planning.search.SWEEPS", 0)  # bisection alone finds them
