@@ -14,12 +14,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
-from functools import cache, cached_property
-from itertools import accumulate, product
-from operator import attrgetter, getitem, sub
+from functools import cached_property
+from itertools import product, starmap
+from operator import attrgetter, getitem
 from statistics import fmean
 from typing import NamedTuple
 
@@ -30,7 +30,6 @@ from offload.planning.layer_costs import (
     ends_of,
     layer_costs,
     peak_bytes,
-    peaks_of,
     step_s,
     ways_of,
 )
@@ -78,16 +77,6 @@ class Score(NamedTuple):
 Found = tuple[Score, Choice]
 
 
-class Sums(NamedTuple):
-    """Layers under these ways if all of them are offloaded, or none: what those before each layer come to, and all."""
-
-    ways: tuple[int, ...]
-    held_bytes: list[int]
-    sent_bytes: list[int]
-    most_bytes: list[int]  # the most on the device in each layer, and then in the loss, if nothing is released
-    compute_s: list[float]
-
-
 def layers_of_kinds(profile: Profile) -> list[list[int]]:
     """The layers of each kind, by their numbers."""
     found: defaultdict[object, list[int]] = defaultdict(list)
@@ -104,6 +93,11 @@ def _convex(ways: Sequence[RegionCosts]) -> Iterator[tuple[float, int]]:
         more = [(one.recompute_s - now.recompute_s, one.kept_bytes - now.kept_bytes) for one in ways[way + 1 :]]
         gained, way = max((-seconds / max(1, nbytes), number) for number, (seconds, nbytes) in enumerate(more, way + 1))
         yield gained, way
+
+
+def _joined(num_layers: int, offloaded: tuple[int, ...], kept: tuple[int, ...]) -> Choice:
+    """The first layers have these ways, and the others those."""
+    return Choice(num_layers, offloaded[:num_layers] + kept[num_layers:])
 
 
 def _host_bytes(costs: Sequence[LayerCosts]) -> int:
@@ -152,7 +146,7 @@ class Search:
         # offloaded for longest; of the others the last ones, whose backward is over first.
         self._offloaded_at = self._positions((number, way) for _, way, numbers in rises for number in numbers)
         self._kept_at = self._positions((number, way) for _, way, numbers in rises for number in reversed(numbers))
-        self._besides_s = profile.loss_s + profile.other_s
+        self._others_s = profile.compute_s - math.fsum(layer.backward_s for layer in profile.layers)
 
     def _positions(self, rises: Iterable[tuple[int, int]]) -> list[tuple[int, ...]]:
         ways = [0] * self.count
@@ -179,9 +173,6 @@ class Search:
         peak, host = peak_bytes(costs, choice.num_layers, self.profile.loss_bytes), _host_bytes(costs)
         if peak > self.most_bytes or host > self.most_host_bytes:
             return None
-        return self._found(choice, costs, host, peak)
-
-    def _found(self, choice: Choice, costs: Sequence[LayerCosts], host: int, peak: int) -> Found:
         found_s = step_s(costs, choice.num_layers, self.profile.loss_s, self.profile.other_s)
         recompute_s = math.fsum(map(attrgetter("recompute_s"), costs))
         return Score(float(f"{found_s:.9g}"), float(f"{recompute_s:.9g}"), host, peak), choice
@@ -202,30 +193,16 @@ class Search:
     def least_peak(self) -> tuple[int, Choice]:
         """The least peak that is known, and the choice that has it; of a small model the least of all."""
         if self._every:
-            every = ((one, self.costs(one)) for one in self._every)
-            fitting = ((one, costs) for one, costs in every if _host_bytes(costs) <= self.most_host_bytes)
-            return min((peak_bytes(of, one.num_layers, self.profile.loss_bytes), one) for one, of in fitting)
+            return min(self._peaks(self._every))
 
         def least(counts: Iterable[int], step: int) -> tuple[int, Choice]:
-            sums = [
-                [self._sums(layers, ways) for ways in (*positions[:-1:step], positions[-1])]
-                for layers, positions in ((self._offloaded, self._offloaded_at), (self._kept, self._kept_at))
-            ]
-            return min(
-                (peak(kept), Choice(num_layers, offloaded.ways[:num_layers] + kept.ways[num_layers:]))
-                for num_layers, offloaded in product(counts, sums[0])
-                if offloaded.sent_bytes[num_layers] <= self.most_host_bytes
-                for peak in [self._peak_beside(num_layers, offloaded)]
-                for kept in sums[1]
-            )
+            tried = ([*at[:-1:step], at[-1]] for at in (self._offloaded_at, self._kept_at))
+            return min(self._peaks(starmap(_joined, product(counts, *tried))))
 
         found = least(self.counts, len(self._kept_at))
         found = least([found[1].num_layers], self.count)
-        for number in range(self.count):
-            others = self._other_ways(found[1])(number)
-            found = min(
-                (peak, found[1].with_way(number, way)) for way, peak, host, _ in others if host <= self.most_host_bytes
-            )
+        for number, ways in enumerate(self.ways):
+            found = min(self._peaks(found[1].with_way(number, way) for way in range(len(ways))))
         return found
 
     @cached_property
@@ -235,45 +212,35 @@ class Search:
             return []
         return [Choice(*one) for one in product(self.counts, product(*(range(len(ways)) for ways in self.ways)))]
 
-    def _sums(self, layers: Sequence[Sequence[LayerCosts]], ways: tuple[int, ...]) -> Sums:
-        """What is summed up of the layers under these ways, all of which are offloaded, or none."""
-        costs = [*map(getitem, layers, ways)]
-        held = [*accumulate([one.held_bytes for one in costs], initial=0)]
-        tops = [
-            before + max(one.forward_peak_bytes, one.backward_peak_bytes)
-            for before, one in zip(held, costs, strict=False)
-        ]
-        sent = [*accumulate([one.offloaded_bytes for one in costs], initial=0)]
-        compute_s = [*accumulate([one.forward_s + one.backward_s for one in costs], initial=0.0)]
-        return Sums(ways, held, sent, [*tops, held[-1] + self.profile.loss_bytes], compute_s)
+    def _compute_s(self, costs: Iterable[LayerCosts]) -> float:
+        """Seconds of a step that waits for no copy: all ways have the same forward."""
+        backward_s: Iterable[float] = map(attrgetter("backward_s"), costs)
+        return self._others_s + sum(backward_s)
 
-    def _peak_beside(self, num_layers: int, offloaded: Sums) -> Callable[[Sums], int]:
-        """The peak, by the ways of the layers that are not offloaded."""
-        sent = offloaded.sent_bytes
-        gone = [*[0] * (self.count - num_layers), *sent[1 : num_layers + 1], sent[num_layers]]
-        before, gone_then = offloaded.held_bytes[num_layers], gone[num_layers:]
-        least: int = max(map(sub, offloaded.most_bytes[:num_layers], gone), default=0)
+    @cached_property
+    def _costs_kept_at(self) -> list[list[LayerCosts]]:
+        return [[*map(getitem, self._kept, ways)] for ways in self._kept_at]
 
-        def peak(kept: Sums) -> int:
-            later: int = max(map(sub, kept.most_bytes[num_layers:], gone_then))
-            return max(least, before - kept.held_bytes[num_layers] + later)
-
-        return peak
+    def _peaks(self, choices: Iterable[Choice]) -> Iterator[tuple[int, Choice]]:
+        """The peak of each of these choices that the host has the memory for."""
+        for choice in choices:
+            costs = self.costs(choice)
+            if _host_bytes(costs) <= self.most_host_bytes:
+                yield peak_bytes(costs, choice.num_layers, self.profile.loss_bytes), choice
 
     def _on_grid(self) -> list[Found]:
         """For each number of offloaded layers the best choice, fastest first; of deep models first for some only."""
         positions = self._offloaded_at[:: max(1, len(self._offloaded_at) // POSITIONS)]
-        sums = [self._sums(self._offloaded, positions[number]) for number in evenly(len(positions))]
-        kept_at = cache(lambda position: self._sums(self._kept, self._kept_at[position]))
+        ordered = [positions[number] for number in evenly(len(positions))]
         stride = 1 + (self.count - 1) // COUNTS
         found: dict[int, Found] = {}
 
         def look(num_layers: int) -> None:
-            for offloaded in {one.ways[:num_layers]: one for one in sums}.values():
+            for offloaded in dict.fromkeys(ways[:num_layers] for ways in ordered):
                 known = found.get(num_layers)
                 close_s = (1 + CLOSE) * min(found.values())[0].step_s if found else math.inf
                 fastest_s = close_s if known is None else min(close_s, known[0].step_s)
-                one = self._most_kept(num_layers, offloaded, kept_at, fastest_s * (1 + ROUNDING))
+                one = self._most_kept(num_layers, offloaded, fastest_s * (1 + ROUNDING))
                 if one is not None:
                     found[num_layers] = one if known is None else min(known, one)
 
@@ -286,24 +253,24 @@ class Search:
                     look(num_layers)
         return sorted(found.values())
 
-    def _most_kept(
-        self, num_layers: int, offloaded: Sums, kept_at: Callable[[int], Sums], most_s: float
-    ) -> Found | None:
+    def _most_kept(self, num_layers: int, offloaded: tuple[int, ...], most_s: float) -> Found | None:
         """The choice that keeps the most in the layers that are not offloaded; ``None`` if that takes longer."""
         highest = len(self._kept_at) - 1
-        left_s = most_s - self._besides_s - offloaded.compute_s[num_layers]
+        first = [*map(getitem, self._offloaded, offloaded)]
+        if _host_bytes(first) > self.most_host_bytes:
+            return None
+
+        def at(position: int) -> list[LayerCosts]:
+            return first + self._costs_kept_at[position][num_layers:]
 
         def is_fast(position: int) -> bool:
-            compute_s = kept_at(position).compute_s
-            return compute_s[-1] - compute_s[num_layers] <= left_s
-
-        if offloaded.sent_bytes[num_layers] > self.most_host_bytes or not is_fast(highest):
-            return None
-        peak = self._peak_beside(num_layers, offloaded)
+            return self._compute_s(at(position)) <= most_s
 
         def fits(position: int) -> bool:
-            return peak(kept_at(position)) <= self.most_bytes
+            return peak_bytes(at(position), num_layers, self.profile.loss_bytes) <= self.most_bytes
 
+        if not is_fast(highest):
+            return None
         position = highest
         if not fits(highest):
             # Position 0 may be above others: recomputing all of a layer can need more for a moment than keeping some.
@@ -314,47 +281,21 @@ class Search:
             position = bisect_left(range(highest), True, least, key=lambda one: not fits(one)) - 1
             if position < least:
                 return None
-        return self.scored(Choice(num_layers, offloaded.ways[:num_layers] + self._kept_at[position][num_layers:]))
-
-    def _other_ways(self, choice: Choice) -> Callable[[int], Iterator[tuple[int, int, int, float]]]:
-        """The ways of a layer, by its number, with what the peak, the host's bytes and the least step become."""
-        num_layers, costs = choice.num_layers, self.costs(choice)
-        forward, between, backward = peaks_of(costs, num_layers)
-        most = [*map(max, forward, backward), between + self.profile.loss_bytes]
-        all_sent = _host_bytes(costs)
-        compute_s = sum(one.forward_s + one.backward_s for one in costs)
-
-        def others(number: int) -> Iterator[tuple[int, int, int, float]]:
-            now, released = costs[number], number + self.count - num_layers  # what is offloaded is gone from then on
-            before = forward[number] - now.forward_peak_bytes
-            parts = most[:number], most[number + 1 : released], most[released:]
-            earlier, later, latest = (max(part, default=0) for part in parts)
-            rest_s = compute_s - now.backward_s + self._besides_s  # all ways have the same forward
-            for way, one in enumerate((self._offloaded if number < num_layers else self._kept)[number]):
-                more, sent = one.held_bytes - now.held_bytes, one.offloaded_bytes - now.offloaded_bytes
-                top = before + max(one.forward_peak_bytes, one.backward_peak_bytes)
-                peak = max(earlier, top, later + more, latest + more - sent)
-                yield way, peak, all_sent + sent, rest_s + one.backward_s
-
-        return others
+        return self.scored(_joined(num_layers, offloaded, self._kept_at[position]))
 
     def _swept(self, best: Found) -> Found:
         """With other policies of single layers, as long as that is better."""
-        seen, others = best, self._other_ways(best[1])
-        unchanged = 0  # so many layers were given other policies since the best choice was found
+        seen, unchanged = best, 0  # so many layers were given other policies since the best choice was found
         for number in [*reversed(range(self.count))] * SWEEPS:
             if seen is not best:
-                seen, others, unchanged = best, self._other_ways(best[1]), 0
+                seen, unchanged = best, 0
             elif unchanged == self.count:
                 break
             unchanged += 1
-            for way, peak, host, least_s in others(number):
-                fits = peak <= self.most_bytes and host <= self.most_host_bytes
-                if (
-                    fits
-                    and least_s <= best[0].step_s * (1 + ROUNDING)
-                    and 0 < abs(way - seen[1].ways[number]) <= FARTHEST
-                ):
-                    tried = seen[1].with_way(number, way)
-                    best = min(best, self._found(tried, self.costs(tried), host, peak))
+            now = seen[1].ways[number]
+            near = range(max(0, now - FARTHEST), min(len(self.ways[number]), now + FARTHEST + 1))
+            tried = (seen[1].with_way(number, way) for way in near if way != now)
+            most_s = best[0].step_s * (1 + ROUNDING)
+            fast = (choice for choice in tried if self._compute_s(self.costs(choice)) <= most_s)
+            best = min([best, *filter(None, map(self.scored, fast))])
         return best
