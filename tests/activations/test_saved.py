@@ -194,6 +194,21 @@ def test_a_storage_that_two_layers_save_is_offloaded_once(
     assert lab.pool.used_bytes == 0
 
 
+def test_a_storage_whose_later_layer_has_no_backward(lab: Lab, x: torch.Tensor) -> None:
+    """It was offloaded with that layer, and backward of the first one is all that asks for it."""
+
+    def step(offloaded: Offloading) -> torch.Tensor:
+        shared = [normal(8, 12).to(lab.device) * x]
+        used = offloaded.layer(torch.sin, shared[0])
+        y = offloaded.layer(lambda one: one.cos(), shared.pop())
+        offloaded.forward([torch.exp, torch.exp], y)
+        return torch.autograd.grad(used.sum(), x)[0]
+
+    offloaded = offloading(2, 4, lab.device)
+    assert_identical(step(NOTHING), step(offloaded))
+    assert offloaded.stats.reloaded_bytes == 8 * 12 * 4
+
+
 def test_same_storage_in_two_microbatches(lab: Lab, x: torch.Tensor) -> None:
     """Each microbatch has a copy of its own, so that one's backward takes nothing from the other."""
     shared = [normal(8, 12).to(lab.device)]

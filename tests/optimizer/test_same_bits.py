@@ -246,7 +246,7 @@ def test_parameters_without_gradients_frozen_later_and_added(device: torch.devic
 
 @pytest.mark.parametrize("options", [{}, {"in_backward": True}, {"resident_bytes": "1GiB"}], ids=str)
 def test_state_that_the_program_changes(options: dict[str, Any], device: torch.device) -> None:
-    """In place, by another tensor, or by another dictionary; a look into ``state_dict`` is at once right."""
+    """In place, by another tensor or dictionary, by a part of a checkpoint; ``state_dict`` is at once right."""
 
     def changing(model: nn.Module, make: Make, streamed: bool) -> torch.optim.Optimizer:
         optimizer = make(model.parameters())
@@ -263,6 +263,9 @@ def test_state_that_the_program_changes(options: dict[str, Any], device: torch.d
         plain_steps(model, optimizer, range(5, 7))
         optimizer.state = defaultdict(dict, {first: optimizer.state[first]})
         plain_steps(model, optimizer, range(7, 9))
+        saved = optimizer.state_dict()
+        optimizer.load_state_dict({**saved, "state": {1: saved["state"][1]}})  # the others begin anew
+        plain_steps(model, optimizer, range(9, 11))
         return optimizer
 
     compare(changing, OPTIMIZERS["AdamW"], device)

@@ -222,6 +222,10 @@ def test_a_first_stage_runs_the_half_for_the_inputs_only_with_a_dw_builder(build
         for _ in range(2):
             assert same(step(schedule, stage), expected)
         assert texts(handle.plan.actions) == ordered
+    with attach(schedule, parts=1, link=Link(1e9, 1e9, 1.5e9)) as handle:
+        for _ in range(2):
+            assert same(step(schedule, stage), expected)
+        assert texts(handle.plan.actions) == ordered, "as the first step ran"
     weights.clear()
     assert same(step(schedule, stage), expected)
     assert len(weights) == (4 if builds else 0)

@@ -420,8 +420,9 @@ class TestPlan:
                 fewer = make_plan(profile, peak - 1, PCIE, max_host_bytes=0)
                 assert fewer.policies.count(None) < kept
 
+    @pytest.mark.parametrize("loss_mib", [0, 200])
     @pytest.mark.parametrize("mib", range(240, 480, 30))
-    def test_bisection_finds_about_what_all_choices_have(self, mib, monkeypatch):
+    def test_bisection_finds_about_what_all_choices_have(self, mib, loss_mib, monkeypatch):
         """On a link that is as fast as compute, so that few of many choices are good."""
         regions = [
             region("input", 20, 0, recomputable=False),
@@ -429,7 +430,7 @@ class TestPlan:
             region("act", 50, 2, 1),
         ]
         layer = LayerProfile.from_regions(regions, 0.006, 0.012, workspace_bytes=30 * MIB)
-        profile, link = Profile((layer,) * 4), Link(20e9, 20e9, 30e9)
+        profile, link = Profile((layer,) * 4, loss_bytes=loss_mib * MIB), Link(20e9, 20e9, 30e9)
         best = make_plan(profile, mib * MIB, link)
         monkeypatch.setattr("offload.planning.search.FEW", 0)
         assert make_plan(profile, mib * MIB, link).step_s == pytest.approx(best.step_s, rel=0.06)

@@ -134,6 +134,22 @@ def test_sizes_that_follow_from_others_only_mostly(policies: dict[str, str], lab
     assert ran[9] == 2  # a size that has gone another way is learned, compared, and then known
 
 
+def test_a_size_that_takes_another_branch_is_learned(lab: Lab) -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = x @ w
+        return (y.sin() if x.shape[1] % 2 else y.cos().mul(2)).tanh()
+
+    layers, _ = build(lambda: Function(function), LAYERS, lab.device)
+    shapes = [(2, 8), *[(2, 11)] * 3]
+    expected = [step(layers, shape, lab) for shape in shapes]
+    calls, ran = Calls(layers), []
+    with offloaded(layers, lab):
+        for shape, gradients_of_shape in zip(shapes, expected, strict=True):
+            assert_same(gradients_of_shape, step(layers, shape, lab))
+            ran.append(calls.since())
+    assert ran == [3, 2, 3, 2]  # one more where it is learned: not in the forward that goes another way, but then
+
+
 TURNED = [0]
 """How often the operation has run."""
 
