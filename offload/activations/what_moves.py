@@ -30,8 +30,7 @@ class Parts(NamedTuple):
     rebuild: Rebuild
 
 
-_excluded: weakref.WeakKeyDictionary[torch.UntypedStorage, str] = weakref.WeakKeyDictionary()
-"""Why storages are kept."""
+_excluded: weakref.WeakKeyDictionary[torch.UntypedStorage, str] = weakref.WeakKeyDictionary()  # why storages are kept
 
 SMALL = "small"  # why a storage below `min_bytes` is kept, in `stats().skipped`
 

@@ -24,8 +24,7 @@ from offload.planning.search import Among
 
 _logger = logging.getLogger(__name__)
 
-UNMEASURED = 2
-"""So many microbatches of a plan are not measured: host memory is pinned, second runs are proven."""
+UNMEASURED = 2  # so many microbatches of a plan are not measured: host memory is pinned, second runs are proven
 
 MEASURED = 2  # so many are; the shortest counts
 
@@ -48,8 +47,7 @@ class ComparePlans:
         """By how much longer than predicted the microbatches of each kind of plan were."""
         self._plans: Mapping[Among, Plan] = {}
         self._kind = Among.REGIONS
-        self._left = 0
-        """How many microbatches of this plan are still to come before the first that is measured."""
+        self._left = 0  # how many microbatches of this plan are still to come before the first that is measured
         self._begin: tuple[float, Event] | None = None
         self._marks: list[tuple[float, Event, Event]] = []
         """Of each measured microbatch, how many times as many elements the plans are for, its begin and its end; of the

@@ -24,8 +24,7 @@ MOST_TOKENS = {"the loss in chunks, without logits": 2048, "MLPs in tiles": 3276
 """What can be computed in pieces, as a plan calls it, and the most tokens of a piece."""
 LOSS, MLP = MOST_TOKENS
 
-LOGIT_BYTES = 12
-"""Of a logit, beside the logit itself: its logarithm in float32, and the gradients of both."""
+LOGIT_BYTES = 12  # of a logit, beside the logit itself: its logarithm in float32, and the gradients of both
 SUM_BYTES = 6  # of an element of the head's weight, whose gradient is summed in float32 over chunks
 TRIED = 8  # tokens
 

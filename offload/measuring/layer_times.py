@@ -38,11 +38,9 @@ from offload.planning.layer_costs import Peaks
 MOST_DELAY_S = 0.02
 """How long the device is delayed at most, and before the first layer of a pass: longer than hosts need to queue one."""
 
-AHEAD = 1.5
-"""Before the others: by so many times the most that a layer of this pass has taken the host."""
+AHEAD = 1.5  # before the others: by so many times the most that a layer of this pass has taken the host
 
-NEAR = 4
-"""So many layers ahead of the device, the host does not yet wait for room in CUDA's queue, of 1024 kernels."""
+NEAR = 4  # so many layers ahead of the device, the host does not yet wait for room in CUDA's queue, of 1024 kernels
 
 
 Phase = Literal["forward", "backward"]

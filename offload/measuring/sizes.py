@@ -31,8 +31,7 @@ MUCH_LARGER = 6.6
 """The same, once two shapes were timed. A fourth timing needs inputs 1.5 × 6.6 × 6.6 > 64 times as large as the first.
 """
 
-SIMILAR = 0.7
-"""From this part of a plan's size on, inputs follow the plan; smaller ones have one of their own."""
+SIMILAR = 0.7  # from this part of a plan's size on, inputs follow the plan; smaller ones have one of their own
 
 OF_LAYERS = (
     "forward_s", "backward_s", "workspace_bytes", "forward_workspace_bytes", "freed_sooner_bytes", "small_bytes",

@@ -156,8 +156,7 @@ def operation_of(regions: Sequence[RegionProfile], number: int) -> int:
     return number if (first := regions[number].another_of) is None else first
 
 
-MOST_SINGLY = 64
-"""Of more operations than these, a third is ranked once: a layer may run a loop of hundreds."""
+MOST_SINGLY = 64  # of more operations than these, a third is ranked once: a layer may run a loop of hundreds
 
 
 def ways_of(regions: tuple[RegionProfile, ...]) -> list[RegionCosts]:

@@ -54,8 +54,7 @@ _PRODUCTS = {
 _CUDA_GRAPHS = {"reduce-overhead", "max-autotune"}
 """Modes of ``torch.compile`` that capture CUDA graphs, whose memory no hook may move."""
 
-MOST_TRIALS = 2
-"""With inputs of so many sizes a layer is tried: then the compiler has code for any size."""
+MOST_TRIALS = 2  # with inputs of so many sizes a layer is tried: then the compiler has code for any size
 
 _ARGUMENTS = ("backend", "mode", "options", "dynamic")
 
@@ -162,13 +161,11 @@ class CompiledForward:
         self._is_original = original is not None
         self._given = vars(layer).get("forward") if original is None else None
         """A forward that the program has given this one layer."""
-        self.asked = asked
-        """Whether the program has asked for compiling here, and not compiled the layer itself."""
+        self.asked = asked  # whether the program has asked for compiling here, and not compiled the layer itself
         self._at = {level: compiles(run) for level, run in runs.at.items()}
         self._check = torch.compile(runs.check, backend=_as_it_is, fullgraph=True)
         self._runs = runs
-        self.level: Level | None = Level.NOTHING
-        """The level of forwards from now on; ``None`` runs the layer as it is."""
+        self.level: Level | None = Level.NOTHING  # the level of forwards from now on; ``None`` runs the layer as it is
         self._undo = [replace_attribute(layer, "forward", self)]
         if original is None and getattr(layer, COMPILED_CALL) is not None:
             self._undo.append(replace_attribute(layer, COMPILED_CALL, None))  # it would compile the hooks, too

@@ -23,8 +23,7 @@ from offload.recompute.second_run import SecondRun
 from offload.recompute.state import Settings
 from offload.recompute.way import Sizes, Way
 
-InputKind = tuple[Hashable, Sizes]
-"""What tells one kind of input from another, and the sizes of its tensors."""
+InputKind = tuple[Hashable, Sizes]  # what tells one kind of input from another, and the sizes of its tensors
 
 MOST_WAYS = 64  # so many kinds of input are remembered for a layer
 
@@ -51,23 +50,16 @@ class LayerPolicies(RegionPolicies):
         self.layer = weakref.ref(layer)
         self.planned = planned
         self.ways: dict[InputKind, Way] = {}  # what was learned, by kind of input
-        self.failures: Counter[InputKind] = Counter()
-        """How often each kind of input was learned for nothing."""
-        self.costs: tuple[RegionProfile, ...] = ()
-        """What each region costs, where that was asked for."""
-        self.host_s = math.inf
-        """Seconds of the host for forward and backward, where a trial has taken them."""
+        self.failures: Counter[InputKind] = Counter()  # how often each kind of input was learned for nothing
+        self.costs: tuple[RegionProfile, ...] = ()  # what each region costs, where that was asked for
+        self.host_s = math.inf  # seconds of the host for forward and backward, where a trial has taken them
         self.learned = 0
-        self.proofs = 0
-        """How often a second run was compared with forward, which holds what both save."""
+        self.proofs = 0  # how often a second run was compared with forward, which holds what both save
         self.last: Way | None = None
         self._parameters: list[nn.Parameter] | None = None
-        self.is_short: Callable[[int], bool] = lambda _: False
-        """Whether the device has no room for so many bytes more."""
-        self.holds = False
-        """Whether what is recomputed is held as long as PyTorch holds what a node has saved."""
-        self.clock: Clock | None = None
-        """Marks points of the compute stream, while second runs are timed."""
+        self.is_short: Callable[[int], bool] = lambda _: False  # whether the device has no room for so many bytes more
+        self.holds = False  # whether what is recomputed is held as long as PyTorch holds what a node has saved
+        self.clock: Clock | None = None  # marks points of the compute stream, while second runs are timed
         self.second_runs: list[tuple[Any, Any, float]] = []
         """The marks at begin and end of each second run since the clock was set, and the host's seconds."""
         self.said: set[str] = set()  # what was written into the log

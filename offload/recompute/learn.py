@@ -40,8 +40,7 @@ def is_counted(function: Any, args: Any) -> bool:
 class StepResult(NamedTuple):
     """One result of an operation, as it is made without running the operation."""
 
-    storage: int | None
-    """The number of the storage that it looks into; ``None`` if it is no plain tensor."""
+    storage: int | None  # the number of the storage that it looks into; ``None`` if it is no plain tensor
     geometry: Geometry | None
     device: torch.device | None
     argument: int | None = None  # the position of the written argument that it is
@@ -61,8 +60,7 @@ class Step:
     module: str
     draws: bool = False  # whether it has drawn, or says that it draws, random numbers
     only_views: bool = False  # whether it makes no memory and writes none
-    barrier: bool = False
-    """Whether something here was not seen, so that all operations up to here have to run."""
+    barrier: bool = False  # whether something here was not seen, so that all operations up to here have to run
     final: bool = False
     """Whether it must not run twice: a collective, or one that reads memory that does not tell its changes."""
     begin: Any = None
@@ -93,8 +91,7 @@ class SavedTensor:
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
-    movable: bool
-    """Whether it may be offloaded, and so be dropped: it is large enough, and no parameter."""
+    movable: bool  # whether it may be offloaded, and so be dropped: it is large enough, and no parameter
     small: bool = False  # whether only its size forbids that: it may be dropped if all else is
 
 
@@ -112,8 +109,7 @@ class Trace:
         self.constants: dict[int, torch.Tensor] = {}
         """Counters of changes of tensors that are read and are no input, attribute or parameter, by storage."""
         self.written: list[int] = []  # storages from outside that the forward writes into
-        self.zone = -1
-        """The first operation whose result has a size or a way that depends on data; -1 if there is none."""
+        self.zone = -1  # the first operation whose result has a size or a way that depends on data; -1 if there is none
 
     @property
     def dynamic_from(self) -> int:

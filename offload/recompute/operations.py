@@ -93,8 +93,7 @@ class Operation:
         self.name: str = schema.name.removeprefix("aten::") if schema is not None else str(function)
         """Without the namespace ``aten``."""
         self.effect = _effect_of(function)
-        self.draws = torch.Tag.nondeterministic_seeded in function.tags
-        """Whether the operation may draw random numbers."""
+        self.draws = torch.Tag.nondeterministic_seeded in function.tags  # whether the operation may draw random numbers
         self.written = _written_by(function)
         """The arguments that the operation writes into: positions, and names of those that are given by name."""
         self.overwrites = self.name in _OVERWRITES or any(isinstance(place, str) for place in self.written)

@@ -30,8 +30,7 @@ Lend = Callable[[Sequence[int]], AbstractContextManager[list[torch.UntypedStorag
 COMPARED_BYTES = 1 << 26
 """So much of a copy on the host is on the device at once to be compared: a device does that a hundred times as fast."""
 
-ROUNDS = 8
-"""So many tensors that differ are told apart from those that differ only because they are computed from them."""
+ROUNDS = 8  # so many tensors that differ are told apart from those that differ only because they are computed from them
 
 
 class _Proof(SavedCheck):

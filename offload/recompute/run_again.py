@@ -72,12 +72,10 @@ class Frame:
     open = True  # whether the forward still runs
     asked = False  # whether the forward itself has asked for something that it has saved
     strange = False  # whether the forward has gone another way than the learned one
-    learned = False
-    """Whether the forward ran under a dispatch mode, for which some functions choose other kernels."""
+    learned = False  # whether the forward ran under a dispatch mode, for which some functions choose other kernels
     holds = False
     """Whether a tensor that was recomputed is held until its node is done, and not only while the node reads it."""
-    timed: Callable[[], AbstractContextManager[object]] = nullcontext
-    """Entered around the second run, to take its time."""
+    timed: Callable[[], AbstractContextManager[object]] = nullcontext  # entered around the second run, to take its time
     unproven: Callable[[bool], None] | None = None
     """Is told whether what is handed over gives the same bits as all operations, as long as nobody has seen that."""
 
@@ -105,8 +103,7 @@ class Frame:
         self.state = state
         self.before = state.snapshot()
         self.read(constants)
-        self.nodes: list[int] = []
-        """How many autograd nodes the forward had made at each saved tensor."""
+        self.nodes: list[int] = []  # how many autograd nodes the forward had made at each saved tensor
         self.dropped: dict[int, tuple[torch.Size, torch.dtype]] = {}  # what was dropped, by number
         self.kept: dict[int, Held] = {}  # what may be handed over, by number
         self.recomputed: dict[int, torch.Tensor] = {}
@@ -249,8 +246,7 @@ class SavedCheck:
         self.frame = frame
         self.found: dict[int, torch.Tensor] = {}
         self.first_node = 0  # the number of the first autograd node of the run
-        self.storages: dict[int, int] = {}
-        """The addresses of what was handed over, by the number of the saved tensor."""
+        self.storages: dict[int, int] = {}  # the addresses of what was handed over, by the number of the saved tensor
         self._number = 0
         self._nodes, self._blind = frame.nodes, frame.blind
         self._arrivals = frame.replay.arrivals if hand_over else {}

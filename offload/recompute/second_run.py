@@ -41,8 +41,7 @@ class SecondRun:
             if not wrong:
                 break
             suppliers = {storage: number for storage, number in suppliers.items() if storage not in wrong}
-        self.needed = needed
-        """The operations that dropped tensors depend on; others run for other reasons."""
+        self.needed = needed  # the operations that dropped tensors depend on; others run for other reasons
         self.impossible: set[int] = set()
         """Numbers of dropped tensors that must be kept, as they depend on an operation that must not run twice."""
         if executed & forbidden:
@@ -52,14 +51,12 @@ class SecondRun:
                 if _slice(trace, [number], others) & forbidden:
                     self.impossible.add(number)  # those that depend on it through such a tensor may be possible then
             self.impossible = self.impossible or set(self.dropped)
-        self.sized = False
-        """Whether the results have other sizes than in the forward that was learned."""
+        self.sized = False  # whether the results have other sizes than in the forward that was learned
         self.wrong = False  # whether a second run has gone another way
         self.unlike: set[int] = set()
         """Numbers of saved tensors that may come out with other bits when all operations run again: such as the small
         state of a generator that an attention kernel without dropout leaves as it found the memory."""
-        self.may_change = zone >= 0
-        """Whether operations after those of the plan may be others each time."""
+        self.may_change = zone >= 0  # whether operations after those of the plan may be others each time
         self.steps = steps[:zone] if self.may_change else steps  # the operations in their order
         self.results: dict[int, tuple[StepResult, ...] | None] = {
             time: step.outputs

@@ -18,14 +18,11 @@ from torch import nn
 from offload.base.tensors import plain_memory, tensors_in
 from offload.base.torch_private import address_of, are_deterministic, attention_kernels, function_modes, state_of
 
-CLONED_BYTES = 1 << 20
-"""Buffers up to this size, which forward writes into, are cloned before each forward."""
+CLONED_BYTES = 1 << 20  # buffers up to this size, which forward writes into, are cloned before each forward
 
-SPARE_BYTES = 1 << 16
-"""Those up to this size are cloned, too, that forward may write into if it goes another way."""
+SPARE_BYTES = 1 << 16  # those up to this size are cloned, too, that forward may write into if it goes another way
 
-StateKey = tuple[int, str]
-"""Where a module holds a value: the number of the dictionary, and the key."""
+StateKey = tuple[int, str]  # where a module holds a value: the number of the dictionary, and the key
 
 Snapshot = tuple[list[StateKey], list[Any]]
 """Places and what they hold: two lists take a third of a dictionary's time, and each forward of a layer makes them."""
@@ -145,17 +142,14 @@ class LayerState:
             self._dicts += (attributes, *rest) if gathered else (attributes, parameters, *rest)
             self._names += [name] * (len(self._dicts) - len(self._names))
         self._parameters: list[torch.Tensor] = [] if gathered else list(layer.parameters())
-        self._sizes: list[int] = []
-        """Of the dictionaries, when :attr:`_places` were found in them."""
+        self._sizes: list[int] = []  # of the dictionaries, when :attr:`_places` were found in them
         self._places: list[StateKey] = []
-        self._holders: list[tuple[dict[str, Any], str]] = []
-        """The dictionary and the key of each."""
+        self._holders: list[tuple[dict[str, Any], str]] = []  # the dictionary and the key of each
         self._counts: dict[StateKey, int] = {}
         """How often each tensor was changed in place when :meth:`begin_learning` was called."""
         self._cloned: list[StateKey] = []
         """Buffers that forward writes into, and small ones that it may write into if it goes another way."""
-        self._forgotten: list[StateKey] = []
-        """Attributes with a graph that forward replaces and does not read."""
+        self._forgotten: list[StateKey] = []  # attributes with a graph that forward replaces and does not read
         self._read: list[StateKey] = []
         """Attributes and buffers that must be the same in backward: forward does not write into them."""
 

@@ -17,8 +17,7 @@ from offload.recompute.state import LayerState
 
 Sizes = tuple[int, ...]  # the dimensions of all tensors among a layer's inputs, in order
 
-PROVEN_SIZES = 2
-"""So many of the sizes that were not learned are compared bit by bit before the next ones are trusted."""
+PROVEN_SIZES = 2  # so many of the sizes that were not learned are compared bit by bit before the next ones are trusted
 
 MOST_SIZES = 1024  # so many second runs of other sizes are remembered for a layer
 
@@ -39,13 +38,10 @@ class Way:
         """Numbers of saved tensors that come out with other bits, or were written after they were saved."""
         self.differing: set[int] = set()
         """Numbers of saved tensors that come out with other bits when all operations run again."""
-        self.impossible: set[int] = set()
-        """Numbers of saved tensors that depend on what must not run twice."""
-        self.hands_over = True
-        """Whether a second run may skip operations: where it gave other bits, all of them run."""
+        self.impossible: set[int] = set()  # numbers of saved tensors that depend on what must not run twice
+        self.hands_over = True  # whether a second run may skip operations: where it gave other bits, all of them run
         self.reason: str | None = None  # why the layer must not be run again
-        self.draws_unseen = False
-        """Whether forward draws random numbers where no operation was seen to."""
+        self.draws_unseen = False  # whether forward draws random numbers where no operation was seen to
         self.instead = OFFLOAD  # what happens to what cannot be recomputed
         self.again = False
         """Whether the next forward may find no such reason: what runs for the first time may prepare something."""
@@ -68,14 +64,11 @@ class Way:
         """Numbers of the tensors behind it whose memory the layer has computed, and not saved before."""
         self.saved_inputs: frozenset[int] = frozenset()
         """Numbers of the inputs that autograd saves, and that are offloaded."""
-        self.rest = KEEP
-        """What happens to what is saved after the operation from which the way depends on data."""
-        self.unproven_sizes = PROVEN_SIZES
-        """How many sizes that were not learned are still to be proven."""
+        self.rest = KEEP  # what happens to what is saved after the operation from which the way depends on data
+        self.unproven_sizes = PROVEN_SIZES  # how many sizes that were not learned are still to be proven
         self.sizes: Sizes = ()
         self._replays: dict[Sizes, SecondRun | None] = {}
-        self.captured: Way | None = None
-        """The same in a CUDA graph, where no random numbers are drawn again."""
+        self.captured: Way | None = None  # the same in a CUDA graph, where no random numbers are drawn again
 
     def at_size(self, sizes: Sizes) -> SecondRun | None:
         """The second run for inputs of a size that was not learned; ``None`` where that must be learned."""

@@ -33,8 +33,7 @@ from offload.optimizer.state import WeightHolder
 from offload.weights.layer import WeightLayer, WeightWait
 from offload.weights.parameter import Gradients, HostParameter
 
-STAGING = 3
-"""The gradients of so many layers may wait on the host to be added, each in a buffer of their own."""
+STAGING = 3  # the gradients of so many layers may wait on the host to be added, each in a buffer of their own
 
 _Staged = tuple[HostParameter, torch.Tensor, Callable[[torch.Tensor], object]]
 """A gradient on the device, and what adds its host copy to the sum, or replaces the sum by it."""
