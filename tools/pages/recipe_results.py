@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from blocks import Columns, Row, cells, markdown_table, measured_on, read, table, where, with_runs
+from blocks import Columns, Row, cells, link_to, markdown_table, measured_on, read, table, where, with_runs
 from budget_results import LLAMA
 from page_text import gib, gib1, more, ms
 
@@ -12,7 +12,7 @@ OPTIONS = f'`max_host_bytes="{PINNED}", step_in_backward=True, state_dtype=torch
 
 IN_WORDS = {
     "weights streamed": "hold the weights in host memory",
-    "gradients consumed": "free each gradient as soon as its parameter has been stepped",
+    "gradients consumed": "step in backward, which frees gradients and excludes clipping,",
     "gradients host": "hold the gradients in host memory",
     "optimizer streamed": "hold the optimizer state in host memory",
     "optimizer cpu": "step the optimizer on the CPU",
@@ -40,17 +40,17 @@ def longer(row: Row, rows: list[Row]) -> str:
 
 
 @table("start_recipe")
-def start_recipe(_page: Path) -> str:
+def start_recipe(page: Path) -> str:
     """What the start page's one line came to."""
     record = read("recipe")
     row, resident = best_of(record["rows"])
     chosen = " and to ".join(said for part, said in IN_WORDS.items() if part in row["recipe"].split(", "))
+    chunks = f"{link_to(Path('docs/howto/long_context.md'), page)}#a-loss-without-logits"
     return (
-        f"```text\n{row['recipe']}\n```\n\n"
         f"> **{gib(resident['peak_bytes'], 0)} → {gib(row['peak_bytes'], 0)} GiB** of GPU memory, step "
-        f"**{longer(row, record['rows'])}**, against checkpointing with everything on the GPU. AdamW on {LLAMA}, "
-        f"{row['tokens']:,} tokens, the loss in chunks, {gib(row['pinned_bytes'], 0)} GiB of host memory, "
-        f"{record['hardware']['gpu']}. The call chose to {chosen or 'move nothing'}.\n"
+        f"**{longer(row, record['rows'])}**, with {gib(row['pinned_bytes'], 0)} GiB of host memory: AdamW on {LLAMA}, "
+        f"{row['tokens']:,} tokens, {record['hardware']['gpu']}, against checkpointing with everything on the GPU. The "
+        f"loss is [in chunks]({chunks}). With {OPTIONS}, the call chose to {chosen or 'move nothing'}.\n"
     )
 
 
