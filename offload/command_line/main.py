@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from textwrap import fill
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def answer_plan(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
         f"microbatch  {options.batch} x {options.tokens} tokens, with {saved} of activations, {loss} for the loss",
         f"device      {format_bytes(memory)}, of which {format_bytes(made.memory_budget)} can be used",
         f"speed       {rates.flop_per_s / 1e12:.0f} TFLOP/s in layers, {link}",
-        f"do          {write or _remedy(made, options.host_memory)}",
+        fill(f"do          {write or _remedy(made, options.host_memory)}", 100, subsequent_indent=12 * " "),
         f"\n{made}",
     ]
     plan = made.chosen.plan if write else None
