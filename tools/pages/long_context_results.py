@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 from blocks import Columns, Row, cells, markdown_table, measured_on, picture, read, row_of, table, with_runs
@@ -138,15 +139,25 @@ def longest_said() -> str:
 
 
 def draw_longest(*, narrow: bool = False) -> Figure:
-    """A bar for each way to train on each size of the device."""
-    bars = [(nbytes, *LIMITED[way], row) for nbytes, ways in longest().items() for way, row in ways.items()]
-    figure = new_figure((NARROW_INCHES if narrow else 8.0, 0.8 + 0.24 * len(bars)))
+    """A bar for each way to train, below the size of the device."""
+    names, lengths, colors, said, sizes = [], [], [], [], []
+    for nbytes, ways in longest().items():
+        sizes.append(len(names))
+        bars = [(f"{nbytes / GIB:.0f} GiB", INK, 0, "")]  # no bar: the title of those below
+        for way, row in ways.items():
+            length = row.get("longest_tokens", 0) / 1024
+            bars.append((*LIMITED[way], length, f"{'≥' if length and _is_open(row) else ''}{length:.0f}"))
+        for name, color, length, text in bars:
+            names.append(fill(name, 24) if narrow else name)
+            colors.append(color)
+            lengths.append(length)
+            said.append(text)
+    figure = new_figure((NARROW_INCHES if narrow else 8.0, 0.8 + (0.32 if narrow else 0.24) * len(names)))
     ax = figure.subplots()
-    names = [f"{name}, {nbytes / GIB:.0f} GiB" for nbytes, name, _, _ in bars]
-    lengths = [row.get("longest_tokens", 0) / 1024 for *_, row in bars]
-    opens = ["≥" if length and _is_open(row) else "" for length, (*_, row) in zip(lengths, bars, strict=True)]
-    said = [f"{sign}{length:.0f}" for sign, length in zip(opens, lengths, strict=True)]
-    draw_bars(ax, names, lengths, [color for _, _, color, _ in bars], said, room=1.2)
+    draw_bars(ax, names, lengths, colors, said, room=1.2)
+    for place in sizes:
+        ax.get_yticklabels()[place].set_fontweight("bold")
+    ax.tick_params(axis="y", length=0)
     ax.invert_yaxis()
     label_axes(ax, "longest context, K tokens")
     return figure
