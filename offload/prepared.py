@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -33,6 +33,7 @@ from offload.planning.plan import Plan, make_plan
 from offload.planning.profile import Link, Profile
 from offload.planning.recipes import (
     Prediction,
+    Recipe,
     RecipePlan,
     TrainingBytes,
     TrainingPlan,
@@ -64,6 +65,8 @@ class PreparedTraining(Handle):
     _chunk_bytes: int
     _follow: Mapping[str, Any]  # how a plan of the activations is followed
     _pieces: Pieces
+    recipe: Recipe = field(init=False)
+    """Where weights, gradients and optimizer state are at present."""
 
     def __post_init__(self) -> None:
         self._usable_bytes = usable_bytes(self._plan.memory_budget, self._device)
@@ -229,7 +232,7 @@ class PreparedTraining(Handle):
     # Putting a recipe in place, and taking it away: between two steps.
 
     def _put_in_place(self, planned: RecipePlan) -> None:
-        recipe = self.recipe = planned.recipe  # where weights, gradients and optimizer state are now
+        recipe = self.recipe = planned.recipe
         self.resident_bytes = planned.resident_bytes  # optimizer state that is on the device by the recipe
         if recipe.weights == "streamed" and compute_device(self._layers) is None:
             self._weights = stream_weights(self._layers, self._device)

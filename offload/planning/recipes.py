@@ -38,7 +38,7 @@ GAP_BYTES = 1 << 10  # between two tensors in flat host memory there is no more 
 class Recipe(NamedTuple):
     """Where weights, gradients and optimizer state are, and who steps."""
 
-    weights: Literal["resident", "streamed"]
+    weights: Literal["resident", "streamed"]  #: On the device; or on the host, and loaded to run each layer.
     gradients: Literal["resident", "consumed", "host"]
     """On the device until the step; consumed by the step of each parameter in backward; or copied to the host."""
     optimizer: Literal["resident", "streamed", "cpu"]
@@ -220,13 +220,13 @@ class RecipePlan:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """Every recipe within a budget, the chosen one among them."""
+    """Every recipe within a budget, the chosen one among them. ``print`` shows a table."""
 
-    recipes: tuple[RecipePlan, ...]
+    recipes: tuple[RecipePlan, ...]  #: Those that the call allows, the one with the least traffic first.
     memory_budget: int
     max_host_bytes: int | None
     in_place: Recipe | None = None  # the recipe that was chosen before, and is followed
-    in_pieces: tuple[str, ...] = ()  #: What is computed in pieces of tokens, as nothing fits without.
+    in_pieces: tuple[str, ...] = ()  #: What is computed in pieces of tokens, because nothing fits otherwise.
 
     @property
     def fits(self) -> bool:
