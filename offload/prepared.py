@@ -155,6 +155,13 @@ class PreparedTraining(Handle):
                 stack.enter_context(one.no_step())
             yield
 
+    def synchronize(self) -> None:
+        """Block until copies to the host are over, and with them every step, as the handles of the parts do."""
+        for state in self._states:
+            state.synchronize()
+        if self._weights is not None:
+            self._weights.synchronize()
+
     def remove(self) -> None:
         """Remove all hooks. A second call does nothing.
 

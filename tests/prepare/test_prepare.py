@@ -259,6 +259,9 @@ def test_a_step_runs_beside_the_next_forward(zero_late: bool, lab: Lab, monkeypa
                 optimizer.zero_grad()
             assert prepared.state == "following" or not unread[-1]
         assert unread[-1] == sum(1 for layer in model.layers[1:] for _ in layer.parameters()) + 1
+        assert not all(type(one) is nn.Parameter for one in model.parameters())
+        prepared.synchronize()
+        assert all(type(one) is nn.Parameter for one in model.parameters())
 
 
 @pytest.mark.parametrize(("recipe", "overlaps"), [(STREAMED, True), (CONSUMED, False), (ALL_STREAMED, False)], ids=str)
