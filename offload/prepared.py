@@ -18,12 +18,11 @@ from torch import nn
 from offload.activations.stats import OffloadStats
 from offload.base.checks import format_bytes
 from offload.base.find_layers import watch_order
-from offload.base.layer_events import Attachment, Handle, LayerCall, compute_device
+from offload.base.layer_events import Attachment, ForwardBegins, Handle, LayerCall, compute_device
 from offload.base.tensors import tensors_in
 from offload.measuring.follow_compiled import follow_plan
 from offload.measuring.follow_plan import FollowPlan
 from offload.measuring.in_pieces import Pieces
-from offload.measuring.layer_times import ForwardBegins
 from offload.measuring.memory_left import BrokenBudget, bytes_of_gradients, usable_bytes
 from offload.optimizer.chunks import seconds_per_element
 from offload.optimizer.proof import with_groups

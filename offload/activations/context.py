@@ -301,10 +301,6 @@ class OffloadContext(ContextDecorator):
         self._needs_sync = schedule is not None and bool(schedule.moves)
         self._begin_round()
 
-    def set_policies(self, layer: int, policies: LayerPolicies) -> None:
-        """A layer has policies from its next forward on, also in a round that has begun."""
-        self.policies[layer] = policies
-
     @property
     def backend(self) -> Backend:
         return self._transfers.backend

@@ -335,7 +335,8 @@ class RegionSet(ActivationSet):
         way.draws_unseen = drew and not any(step.draws for step in trace.steps)
         seconds = [0.0] * len(trace.steps)
         forward_s = 0.0
-        if policies.wants_proof and way.reason is None:
+        may_recompute = policies.measures or policies.planned is not None or RECOMPUTE in policies.patterns.values()
+        if may_recompute and way.reason is None:
             short = self._is_short(originals)
             clock, lend = backend if policies.measures else None, self.transfers.lend
             marks = prove_all(frame, way, learn, originals, clock, lend, short=short)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import ClassVar
+from functools import partial
 
 from torch import nn
 
-from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn
+from offload.base.layer_events import Attachment, ForwardBegins
 
 
 def find_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
@@ -46,29 +46,20 @@ def _containers(model: nn.Module) -> dict[str, nn.ModuleList | nn.Sequential]:
     return {name: part for name, part in model.named_modules() if name and isinstance(part, kinds)}
 
 
-class InTurn(LayerListener):
-    """Raises in the first forward that calls the lists of a model in another order than the model has them in."""
-
-    turn: ClassVar[Turn] = Turn.WEIGHTS
-
-    def __init__(self, name: str, begun: list[str], names: list[str]) -> None:
-        self._name, self._begun, self._names = name, begun, names
-
-    def begin_forward(self, call: LayerCall, inputs: object) -> None:
-        if self._name in self._begun:
-            return
-        self._begun.append(self._name)
-        if self._begun != [name for name in self._names if name in self._begun]:
-            in_turn = dict.fromkeys([*self._begun, *self._names])
-            order = ", ".join(f"*model.{name}" for name in in_turn)
-            raise ValueError(
-                f"layers must be in the order in which forward calls them, got the lists {', '.join(self._names)} in "
-                f"the model's own order; pass layers=lambda model: [{order}]."
-            )
-
-
 def watch_order(lists: Mapping[str, nn.ModuleList]) -> Attachment:
     """Let the first forward raise if it calls the lists in another order."""
     begun, names = list[str](), list(lists)
-    listeners = [InTurn(name, begun, names) for name, part in lists.items() for _ in part]
+
+    def see(called: str, *_: object) -> None:
+        if called in begun:
+            return
+        begun.append(called)
+        if begun != [name for name in names if name in begun]:
+            order = ", ".join(f"*model.{name}" for name in dict.fromkeys([*begun, *names]))
+            raise ValueError(
+                f"layers must be in the order in which forward calls them, got the lists {', '.join(names)} in the "
+                f"model's own order; pass layers=lambda model: [{order}]."
+            )
+
+    listeners = [ForwardBegins(partial(see, name)) for name, part in lists.items() for _ in part]
     return Attachment([layer for part in lists.values() for layer in part], listeners)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -122,7 +122,7 @@ def with_attribute(holder: object, name: str, value: object) -> Iterator[None]:
 class LayerListener:
     """What a part of the library does at the events of one layer: here, nothing."""
 
-    turn: ClassVar[Turn]
+    turn: Turn
     passes: Callable[[], bool] | None = None
     """Whether nobody who has this very function needs to know of the forward that begins, nor of its end."""
     handle: Handle | None = None  # what the user calls ``remove()`` on
@@ -139,6 +139,17 @@ class LayerListener:
 
     def before_access(self) -> None:
         """``state_dict`` is about to read the layer's parameters, or ``load_state_dict`` to change them."""
+
+
+class ForwardBegins(LayerListener):
+    """Tells of the beginning of a forward, before anything else happens in the layer or in its ``turn``."""
+
+    def __init__(self, tell: Callable[[LayerCall, Any], None], turn: Turn = Turn.WEIGHTS) -> None:
+        self._tell = tell
+        self.turn = turn
+
+    def begin_forward(self, call: LayerCall, inputs: object) -> None:
+        self._tell(call, inputs)
 
 
 class Attachment(Handle):

@@ -27,7 +27,7 @@ from torch import nn
 
 from offload.activations.what_moves import Rules, offloaded_parts
 from offload.base.checks import parse_bytes
-from offload.base.layer_events import Attachment, LayerCall, Turn, compute_device, is_sharded
+from offload.base.layer_events import Attachment, ForwardBegins, LayerCall, Turn, compute_device, is_sharded
 from offload.base.tensors import plain_memory, same_bits, tensors_in
 from offload.base.torch_private import (
     address_of,
@@ -39,7 +39,6 @@ from offload.base.torch_private import (
 )
 from offload.device.backend import Backend
 from offload.measuring.follow_plan import FollowPlan
-from offload.measuring.layer_times import ForwardBegins
 from offload.measuring.memory_left import MemoryLeft
 from offload.measuring.profile_layers import learning_policies, learning_schedule
 from offload.recompute.compiled_levels import NAMES, CompiledForward, CompiledPolicies, Level, Runs, parse_compile
@@ -322,7 +321,8 @@ class FollowCompiledPlan(FollowPlan):
             self._put_back()
             raise
         self._rules = Rules(self._backend.device, parse_bytes(others["min_bytes"], "min_bytes"))
-        tries = [_TryLevels(partial(self._try_levels, number)) for number in range(len(layers))]
+        # Before the hooks see what autograd saves in the layer's forward.
+        tries = [ForwardBegins(partial(self._try_levels, number), Turn.COMPILING) for number in range(len(layers))]
         self._tries = Attachment(layers, tries, self)
 
     def remove(self) -> None:
@@ -373,7 +373,7 @@ class FollowCompiledPlan(FollowPlan):
         self._log(level, number, f"({type(layer).__name__}) has no compiled regions, so that {instead}: {error}")
         self._policies[number] = learned = learning_policies([layer])[0]
         learned.is_short = self._is_short
-        self.context.set_policies(number, learned)
+        self.context.policies[number] = learned  # from the layer's next forward on, also in a round that has begun
 
     def _log(self, level: int, number: int, line: str) -> None:
         """Say of the first layer what others may share."""
@@ -396,12 +396,6 @@ class FollowCompiledPlan(FollowPlan):
         for forward in self._forwards:
             if forward is not None:
                 forward.remove()
-
-
-class _TryLevels(ForwardBegins):
-    """Lets a layer be tried before the hooks see what autograd saves in its forward."""
-
-    turn = Turn.COMPILING
 
 
 def _kind_of(layer: nn.Module, inputs: Any) -> Hashable:

@@ -23,12 +23,12 @@ from torch import nn
 from offload.activations.context import OffloadContext
 from offload.activations.module_hooks import HookedLayers
 from offload.base.checks import format_bytes, format_s, parse_bytes
-from offload.base.layer_events import Attachment, LayerCall
+from offload.base.layer_events import Attachment, ForwardBegins, LayerCall
 from offload.base.tensors import tensors_in
 from offload.device.backend import Event
 from offload.device.cuda import CaptureError
 from offload.measuring.compare_plans import ComparePlans
-from offload.measuring.layer_times import ForwardBegins, LayerTimes, count_inputs, warn_if_checkpointed
+from offload.measuring.layer_times import LayerTimes, count_inputs, warn_if_checkpointed
 from offload.measuring.measure_link import measure_link
 from offload.measuring.memory_left import TOLERANCE, DeviceLeft, GivenMemory, MemoryLeft, allocated_bytes, new_gradients
 from offload.measuring.profile_layers import (

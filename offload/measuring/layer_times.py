@@ -303,18 +303,6 @@ def count_inputs(memory: MemoryPeak, inputs: Iterable[torch.Tensor], device: tor
     memory.count({address_of(storage): storage for storage in storages}.values())
 
 
-class ForwardBegins(LayerListener):
-    """Tells of the beginning of a forward, before anything else happens in the layer."""
-
-    turn = Turn.WEIGHTS
-
-    def __init__(self, tell: Callable[[LayerCall, Any], None]) -> None:
-        self._tell = tell
-
-    def begin_forward(self, call: LayerCall, inputs: object) -> None:
-        self._tell(call, inputs)
-
-
 def warn_if_checkpointed(call: LayerCall, names: str) -> bool:
     """Say that a layer runs in a checkpoint of the program, in forward or in backward; whether it does."""
     if call.in_checkpoint or not (in_checkpoint() or (in_backward() and torch.is_grad_enabled())):

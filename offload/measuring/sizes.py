@@ -150,7 +150,10 @@ class CostsBySize:
         for number, grown_bytes in enumerate(grown):
             timed = [one.like(last, number) for one in self._timed]
             # With a byte for each element, for layers without regions.
-            sizes = [_bytes_of(one.regions) + elements for one, elements in zip(timed, elements_each, strict=True)]
+            sizes = [
+                sum(region.nbytes for region in one.regions) + elements
+                for one, elements in zip(timed, elements_each, strict=True)
+            ]
             found = {name: _on_line(sizes, timed, sum(grown_bytes) + size[()], name) for name in OF_LAYERS}
             longer = found["forward_s"] / timed[-1].forward_s if timed[-1].forward_s > 0 else size[()] / then[()]
             slower = _with_bytes(timed[-1].regions, grown_bytes, longer)
@@ -211,10 +214,6 @@ def _with_bytes(regions: Sequence[RegionProfile], nbytes: Sequence[int], longer:
     """Regions with other bytes, which take so many times as long."""
     pairs = zip(regions, nbytes, strict=True)
     return [replace(one, nbytes=each, seconds=longer * one.seconds) for one, each in pairs]
-
-
-def _bytes_of(regions: Sequence[RegionProfile]) -> int:
-    return sum(region.nbytes for region in regions)
 
 
 def _powers_of(samples: dict[Inputs, Regions]) -> list[list[Powers]]:

@@ -10,9 +10,9 @@ from torch import nn
 from offload.activations.context import OffloadContext
 from offload.activations.module_hooks import HookedLayers
 from offload.base.checks import format_bytes, warn_caller
-from offload.base.layer_events import Attachment, LayerCall
+from offload.base.layer_events import Attachment, ForwardBegins, LayerCall
 from offload.base.tensors import tensors_in
-from offload.measuring.layer_times import ForwardBegins, LayerTimes, count_inputs
+from offload.measuring.layer_times import LayerTimes, count_inputs
 from offload.measuring.memory_left import TOLERANCE, BrokenBudget, GivenMemory
 from offload.measuring.sizes import given_to
 from offload.observe.memory import memory_peak

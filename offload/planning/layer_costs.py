@@ -47,7 +47,8 @@ class LayerRegions:
 
     def __init__(self, regions: tuple[RegionProfile, ...]) -> None:
         self._regions, self._inputs, self._saved = regions, inputs_of(regions), saved_of(regions)
-        self._first = [operation_of(regions, number) for number in range(len(regions))]
+        # The first result of the operation that makes each region: an operation makes all of its results at once.
+        self._first = [number if one.another_of is None else one.another_of for number, one in enumerate(regions)]
         self._readers: list[list[int]] = [[] for _ in regions]
         for number, region in enumerate(regions):
             for read in region.reads:
@@ -149,11 +150,6 @@ def saved_of(regions: Sequence[RegionProfile]) -> frozenset[int]:
 def inputs_of(regions: Sequence[RegionProfile]) -> frozenset[int]:
     """The layer's inputs, which forward reads when it runs again."""
     return frozenset(number for number, region in enumerate(regions) if not region.recomputable and not region.reads)
-
-
-def operation_of(regions: Sequence[RegionProfile], number: int) -> int:
-    """The first result of the operation that makes a region: an operation makes all of its results at once."""
-    return number if (first := regions[number].another_of) is None else first
 
 
 MOST_SINGLY = 64  # of more operations than these, a third is ranked once: a layer may run a loop of hundreds

@@ -50,7 +50,9 @@ class LayerInputs:
         self.sizes += shape
         # Results are laid out as the inputs are.
         plain = kind is torch.Tensor and tensor.layout is torch.strided
-        order = stride_order(tensor.stride()) if plain and not tensor.is_contiguous() else None
+        stride, order = tensor.stride() if plain and not tensor.is_contiguous() else (), None
+        if stride:  # how many dimensions share memory, as in an expanded tensor, and all from the innermost on
+            order = stride.count(0), *sorted(range(len(stride)), key=stride.__getitem__)
         self.kind += (len(shape), tensor.dtype, tensor.device, tensor.requires_grad, kind, order)
         for number, known in enumerate(self.tensors):
             if known is tensor:
@@ -81,11 +83,6 @@ def with_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
         items = [with_tensors(item, tensors) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     return [with_tensors(item, tensors) for item in value] if type(value) is list else value
-
-
-def stride_order(stride: Sequence[int]) -> tuple[int, ...]:
-    """How many dimensions share memory, as in an expanded tensor, and the dimensions from the innermost on."""
-    return (stride.count(0), *sorted(range(len(stride)), key=stride.__getitem__))
 
 
 def same_layout(tensor: torch.Tensor, shape: torch.Size, stride: Sequence[int], sized: bool) -> bool:

@@ -117,11 +117,6 @@ class LayerPolicies(RegionPolicies):
         """Whether the way that was learned last is recomputed as it was proven to be."""
         return self.last is not None and self.last.proven
 
-    @property
-    def wants_proof(self) -> bool:
-        """Whether anything may be recomputed."""
-        return self.measures or self.planned is not None or RECOMPUTE in self.patterns.values()
-
     def held(self) -> Iterator[tuple[int, Policy]]:
         """The bytes and the policy of each storage that the last learned forward has saved, and not dropped."""
         way, seen = self.last, set[int]()

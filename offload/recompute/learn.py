@@ -167,9 +167,7 @@ class Learn(LayerMode):
         known: Iterable[torch.Tensor],  # the layer's inputs, parameters, buffers and attributes
         *,
         clock: Clock | None = None,  # marks points of the compute stream around each operation
-        before_write: Callable[[torch.Tensor], None] = lambda _: (
-            None
-        ),  # told before a first write into one from outside
+        before_write: Callable[[torch.Tensor], None] = lambda _: None,  # told before a first write into one of them
     ) -> None:
         super().__init__()
         self.trace = Trace()

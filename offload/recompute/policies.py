@@ -97,11 +97,6 @@ class RegionPolicies:
             known = self._known[name] = next(found, KEEP) if self.numbered is None else self._unplanned
         return known
 
-    @property
-    def are_timed(self) -> bool:
-        """Whether recomputing the whole layer is timed, so that no operation is to be skipped."""
-        return self.measures and self.numbered is None
-
 
 def matches(name: str, pattern: str) -> bool:
     """Whether a pattern is of a region's name, or of its part after the module."""

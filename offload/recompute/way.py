@@ -162,7 +162,8 @@ class Way:
         self.saved_inputs = frozenset(number for number, one in enumerate(trace.given) if one in offloaded)
         held = [wanted[number] for number in self.rest_numbers]
         self.rest = RECOMPUTE if RECOMPUTE in held else OFFLOAD if OFFLOAD in held else KEEP
-        if policies.are_timed and not run.communicates:
+        if policies.measures and policies.numbered is None and not run.communicates:
+            # Recomputing the whole layer is timed.
             run = SecondRun(trace, run.dropped, skips=False)
         self.replay = run if run.dropped else NOTHING
         run.unlike = self.differing | {number for number, one in enumerate(trace.saved) if not one.movable}
