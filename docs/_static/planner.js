@@ -56,6 +56,7 @@
       memory: 100, tokens: 65536, gpu: "own", tflops: 570, fused_loss: true,
     }],
     h100: ["Llama-8B, 8,192 tokens, H100", { ...GPUS.h100, gpu: "h100", name: undefined, fused_loss: true }],
+    full: ["Llama-8B, AdamW in fp32, 24 GiB of an H200", { memory: 24, tokens: 16384, state: 8, fused_loss: true }],
     gh200: ["Llama-8B, 8,192 tokens, NVLink-C2C", { memory: 96, link: "c2c" }],
     rtx4090: ["1.2 billion weights, RTX 4090, PCIe 4", {
       ...GPUS.rtx4090, name: undefined, gpu: "rtx4090", link: "pcie4", layers: 16, hidden: 2048, mlp: 8192, batch: 2, fused_loss: true,
@@ -287,7 +288,7 @@
   }
 
   const ADVICE = {
-    "keep all": "All fits", "whole layers": "Offload whole layers", regions: "Plan by region", "streamed weights": "Stream the weights",
+    "keep all": "All fits", "whole layers": "Offload whole layers", regions: "Plan by region", "streamed weights": "Let prepare() hold weights on the host",
   };
 
   function showSummary(chosen, kept, free, left) {
@@ -309,12 +310,13 @@
   function pythonOf(chosen) {
     if (!chosen) return "# nothing fits: fewer tokens, a larger GPU, or more host memory";
     if (chosen.name === "keep all") return "# all fits: nothing to do";
-    return ["import offload", "", ...chosen.write.split(", then ").map((line) => `offload.${line}`)].join("\n");
+    return `import offload\n\noffload.${chosen.write}`;
   }
 
   /** Why a way is not the advised one. */
   function whyNot({ name, misfit, step_s }, chosen) {
     if (misfit) return `does not fit: ${misfit}`;
+    if (chosen?.name === "streamed weights" && name === chosen.name) return "without the optimizer's step; prepare() may find less to hold there";
     if (!chosen || name === chosen.name) return "";
     if (chosen.name === "keep all") return "not needed: all fits";
     const slower = step_s / chosen.step_s - 1;

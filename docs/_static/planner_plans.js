@@ -99,9 +99,14 @@ globalThis.offloadPlanner = (() => {
 
   const linkOf = (rate) => ({ d2h_bytes_per_s: rate, h2d_bytes_per_s: rate, duplex_bytes_per_s: DUPLEX * rate });
   const float = (value) => (Number.isInteger(value) ? `${value}.0` : `${value}`);
-  function budgeted(nbytes) {
-    const size = nbytes >= GIB ? `${float(Math.floor((nbytes * 10) / GIB) / 10)}GiB` : `${Math.floor(Math.max(0, nbytes) / 2 ** 20)}MiB`;
-    return `offload_layers(${LAYERS}, memory_budget="${size}")`;
+  const sizeOf = (nbytes) =>
+    nbytes >= GIB ? `${float(Math.floor((nbytes * 10) / GIB) / 10)}GiB` : `${Math.floor(Math.max(0, nbytes) / 2 ** 20)}MiB`;
+  const budgeted = (nbytes) => `offload_layers(${LAYERS}, memory_budget="${sizeOf(nbytes)}")`;
+
+  /** The call that chooses what to hold on the host, where what is fixed does not fit. */
+  function prepared({ memory, host = null, state }) {
+    const limit = host === null ? "" : `, max_host_bytes="${sizeOf(host)}"`;
+    return `prepare(model, optimizer, memory_budget="${sizeOf(memory)}"${limit}${state === 8 ? ", state_dtype=torch.float32" : ""})`;
   }
 
   let before = {}; // the searches of the last question, which serve the next one if that differs in memory alone
@@ -139,9 +144,8 @@ globalThis.offloadPlanner = (() => {
     const budget = usable_bytes - shape.outside_parameters * fixed_of - 4 * layer_bytes;
     const beside = budget - shape.outside_parameters * ITEM_BYTES;
     const rest = host === null ? null : host - on_host;
-    const streamed = way("streamed weights", `stream_weights(${LAYERS}, "cuda")`, search, beside, rest);
+    const streamed = way("streamed weights", prepared(asked), search, beside, rest);
     if (streamed.plan) {
-      if (streamed.host_bytes || streamed.plan.recompute_s) streamed.write += `, then ${budgeted(budget)}`;
       const d2h_s = (shape.layers * layer_bytes + streamed.host_bytes) / link.d2h_bytes_per_s;
       const h2d_s = (2 * (shape.layers - 1) * layer_bytes + streamed.host_bytes) / link.h2d_bytes_per_s;
       streamed.step_s = Math.max(streamed.step_s, d2h_s, h2d_s);

@@ -4,6 +4,7 @@ import sys
 from dataclasses import dataclass, replace
 
 from offload.base.checks import format_bytes
+from offload.command_line.main import USABLE
 from offload.planning.plan import make_plan
 
 LAYERS = "model.model.layers"
@@ -19,9 +20,9 @@ class Way:
     host_bytes: int | None = None
 
 
-def ways_to_train(profile, inside, outside, state, usable, link, host):
+def ways_to_train(profile, inside, outside, state, memory, link, host):
     """Of parameters in bfloat16, so many in the layers and outside of them, with so many bytes of optimizer state."""
-    count, fixed = len(profile.layers), 2 + state
+    count, fixed, usable = len(profile.layers), 2 + state, int(USABLE * memory)
     budget = usable - (inside + outside) * fixed
     left = budget - 2 * (inside + outside)
     kept = make_plan(profile, sys.maxsize, link)
@@ -39,8 +40,9 @@ def ways_to_train(profile, inside, outside, state, usable, link, host):
     rest = None if host is None else host - on_host
     way, made = planned("streamed weights", profile, budget - 2 * outside, link, rest)
     if made:
-        write = f'stream_weights({LAYERS}, "cuda")'
-        write += f", then {budgeted(budget)}" if made.host_bytes or made.recompute_s else ""
+        limit = "" if host is None else f', max_host_bytes="{size_of(host)}"'
+        dtype = ", state_dtype=torch.float32" if state == 8 else ""
+        write = f'prepare(model, optimizer, memory_budget="{size_of(memory)}"{limit}{dtype})'
         d2h_s = (count * layer_bytes + made.host_bytes) / link.d2h_bytes_per_s
         h2d_s = (2 * (count - 1) * layer_bytes + made.host_bytes) / link.h2d_bytes_per_s
         peak, host_bytes = made.peak_bytes + 4 * layer_bytes, made.host_bytes + on_host
@@ -71,5 +73,8 @@ def planned(name, profile, left, link, host):
 
 
 def budgeted(nbytes):
-    size = f"{nbytes * 10 // 2**30 / 10}GiB" if nbytes >= 2**30 else f"{max(0, nbytes) // 2**20}MiB"
-    return f'offload_layers({LAYERS}, memory_budget="{size}")'
+    return f'offload_layers({LAYERS}, memory_budget="{size_of(nbytes)}")'
+
+
+def size_of(nbytes):
+    return f"{nbytes * 10 // 2**30 / 10}GiB" if nbytes >= 2**30 else f"{max(0, nbytes) // 2**20}MiB"
