@@ -154,8 +154,9 @@ def measure(arguments: argparse.Namespace) -> Row:
         end = begin + arguments.seconds
         row["steps_before"], last_s = 0, 0.0
         least, most = (LEAST_UNTIL_SETTLED, arguments.until_settled) if budget else (1, 2)
-        while row["steps_before"] < most:
-            if row["steps_before"] >= least and time.perf_counter() + STEPS * last_s > end:
+        while row["steps_before"] < most or (prepared and handle.activations is None):  # as soon as a plan is followed
+            followed = row["steps_before"] >= least and not (prepared and handle.activations is None)
+            if followed and time.perf_counter() + STEPS * last_s > end:
                 break
             last_s = timed(step, device)
             row["steps_before"] += 1

@@ -20,6 +20,8 @@ from offload.base.checks import format_bytes
 from offload.base.find_layers import watch_order
 from offload.base.layer_events import Attachment, ForwardBegins, Handle, LayerCall, compute_device
 from offload.base.tensors import tensors_in
+from offload.device.select import get_backend
+from offload.host.pool import get_host_pool
 from offload.measuring.follow_compiled import follow_plan
 from offload.measuring.follow_plan import FollowPlan
 from offload.measuring.in_pieces import Pieces
@@ -240,10 +242,11 @@ class PreparedTraining(Handle):
     def _put_in_place(self, planned: RecipePlan) -> None:
         recipe = self.recipe = planned.recipe
         self.resident_bytes = planned.resident_bytes  # optimizer state that is on the device by the recipe
+        if (most := self._most_pooled()) is not None:
+            get_host_pool(get_backend(self._device)).trim(most)  # what held activations before makes room for weights
         if recipe.weights == "streamed" and compute_device(self._layers) is None:
             self._weights = stream_weights(self._layers, self._device)
         self._model.to(self._device)
-        most = self._most_pooled()
         if self._overlap_forward and not recipe.overlaps:
             _logger.info("overlap_forward: no step is left to run beside the next forward with %s", recipe)
         if recipe.optimizer == "streamed" or (recipe.optimizer == "resident" and self._in_float32["state_dtype"]):

@@ -220,15 +220,21 @@ class HostPool:
             if missing:
                 self._pin([min(RESERVE_BYTES, missing - start) for start in range(0, missing, RESERVE_BYTES)])
 
-    def trim(self) -> int:
-        """Give slabs that hold no buffer back to the system; returns their bytes. Waits for copies in flight."""
+    def trim(self, keep_bytes: int = 0) -> int:
+        """Give slabs that hold no buffer back to the system, unless the pool has no more than ``keep_bytes``.
+
+        Returns how many bytes that were. Waits for copies in flight.
+        """
         with self._lock:
             self._refusal = None
             self._reclaim()
             for _, event in self._copied:
                 event.synchronize()  # a copy may still run, and the system takes the pages at once
             self._copied = []
-            idle = {id(piece.slab): piece.nbytes for piece in self._free if piece.nbytes == len(piece.slab)}
+            idle: dict[int, int] = {}
+            for piece in self._free:
+                if piece.nbytes == len(piece.slab) and self.pinned_bytes - sum(idle.values()) > keep_bytes:
+                    idle[id(piece.slab)] = piece.nbytes
             self._free = [piece for piece in self._free if id(piece.slab) not in idle]
             self._slabs = [slab for slab in self._slabs if id(slab) not in idle]
         return sum(idle.values())

@@ -197,7 +197,7 @@ LEAST_SHARE = 0.05  # of the link, for activations beside copies that need all o
 SHARES = 8  # in so many parts a link is divided for that: recipes share plans
 FINER = 2  # so many amounts of memory for activations are tried from each power of two to the next
 MARGIN = 0.02  # of the budget, what state leaves free that is resident because the activations do not need the memory
-WORTH = 0.005  # by what part two steps may differ that are as good as each other
+WORTH = 0.01  # by what part two predicted steps may differ that are as good as each other: a change takes many steps
 
 
 @dataclass(frozen=True)

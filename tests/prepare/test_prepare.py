@@ -237,6 +237,27 @@ def test_a_change_of_recipes_needs_no_memory_for_the_state(lab: Lab, monkeypatch
     assert max(peaks[1:]) < 3 * state // 4  # slots and what a chunk's step allocates
 
 
+def test_weights_that_move_to_the_host_take_the_place_of_idle_memory(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What activations had pinned before counts to ``max_host_bytes``, as the weights do."""
+    monkeypatch.setattr(PREPARE, "RECIPES", (CONSUMED, ALL_CONSUMED))
+    monkeypatch.setattr(PREPARED, "_first_of", chosen(CONSUMED))
+    monkeypatch.setattr(PREPARED.TrainingPlan, "chosen", property(lambda plan: plan.recipes[1]))
+    model = Model()
+    optimizer = adamw(model)
+    most = 2 * weight_bytes() + (8 << 20)
+    lab.pool.reserve(most)
+    options: dict[str, Any] = {"device": lab.device, "min_bytes": 0, "step_in_backward": True}
+    pinned = []
+    with offload.prepare(model, optimizer, 1 << 30, most, **options) as prepared:
+        for _ in range(STEPS):
+            model(torch.ones(1, 4, dtype=torch.long, device=lab.device)).backward()
+            optimizer.step()
+            weights = prepared.stats().get("weights")
+            pinned.append(lab.pool.pinned_bytes + (weights.weight_bytes if weights else 0))
+        assert prepared.recipe == ALL_CONSUMED
+    assert max(pinned) <= most
+
+
 @pytest.mark.parametrize("zero_late", [False, True])
 def test_a_step_runs_beside_the_next_forward(zero_late: bool, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer waits for its own parameters, but in the steps that are measured."""
