@@ -81,7 +81,7 @@ class PreparedTraining(Handle):
         self._decides_again = self._deciding = False
         self._link_left: Link | None = None  # for activations, beside the copies of the chosen recipe
         self._tokens = 0  # of the largest microbatch so far
-        self.broken = BrokenBudget()
+        self.broken = BrokenBudget(self._plan.memory_budget - self._usable_bytes)
         self._put_in_place(_first_of(self._plan))
         self._undo = ExitStack()
         for optimizer in self._optimizers:
@@ -280,7 +280,7 @@ class PreparedTraining(Handle):
 
     def _end_activations(self) -> None:
         """The layers are to be measured again. Say so if the budget was broken since they were measured before."""
-        self.broken.tell(self.device_bytes(), self.asked_bytes)
+        self.broken.tell(self._plan.memory_budget)
         if self._activations is not None:
             self._activations.remove()
             self._activations = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -31,17 +31,15 @@ TOLERANCE = 0.02  # by what part of a budget a peak may be above it without a wa
 class BrokenBudget:
     """By how much microbatches broke a budget, and what the program was told of that."""
 
-    over_bytes: float = -math.inf
+    spare_bytes: int = 0  # of the budget, what no plan uses: a microbatch that had them has not broken it
+    over_bytes: float = -math.inf  # over what plans use
     told_bytes: float = 0.0
 
-    def tell(self, budget: int, asked: Callable[[int], int] = int) -> None:
-        """Say that the budget is kept to now, if it was broken, and by more than was told of.
-
-        ``asked`` tells with which ``memory_budget`` a step may need so many bytes.
-        """
-        if self.over_bytes > self.told_bytes + TOLERANCE * asked(budget):
-            self.told_bytes = self.over_bytes
-            given, needed = (format_bytes(asked(round(one))) for one in (budget, budget + self.told_bytes))
+    def tell(self, budget: int) -> None:
+        """Say that the budget is kept to now, if it was broken, and by more than was told of."""
+        if (over_bytes := self.over_bytes - self.spare_bytes) > self.told_bytes + TOLERANCE * budget:
+            self.told_bytes = over_bytes
+            given, needed = format_bytes(budget), format_bytes(budget + round(over_bytes))
             warn_caller(
                 f"memory_budget = {given} is kept to from here on, but a microbatch before needed {needed}: its layers "
                 "were learned, which runs them twice, or its inputs were larger than all before, or its plan was too "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import pytest
@@ -71,6 +72,20 @@ def test_one_long_microbatch_that_breaks_the_budget_is_said() -> None:
     assert f"needed {format_bytes(most[4])}:" in str(told[0].message)
     assert_same(expected, found)
     assert max(most[:4] + most[5:]) <= budget < most[4]
+
+
+def test_what_plans_leave_free_of_the_budget_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the part that an accelerator's allocator needs; it counts to the budget that is said to be broken."""
+    lengths = (8, 8, 16, 16, 100, 8, 8, 8)
+    _, plain, _ = train(None, lengths)
+    whole = max(plain)
+    for budget in (whole, whole - weight_bytes()):
+        monkeypatch.setattr("offload.prepared.usable_bytes", lambda *_, budget=budget: budget - 2 * weight_bytes())
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            _, most, _ = train(budget, lengths)
+        said = [str(one.message) for one in told]
+        assert [f"needed {format_bytes(most[4])}:" in one for one in said] == [True] * (most[4] > 1.02 * budget), said
 
 
 def test_the_table_is_for_the_longest_inputs_so_far() -> None:
