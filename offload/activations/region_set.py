@@ -23,7 +23,7 @@ from offload.base.layer_events import LayerListener, Turn, is_sharded, listeners
 from offload.base.tensors import plain_memory
 from offload.base.torch_private import address_of, is_compiled, leave_modes, next_node, without_modes
 from offload.device.cuda import CaptureError
-from offload.recompute.layer_inputs import LayerInputs, same_layout
+from offload.recompute.layer_inputs import LayerInputs, changed_argument, same_layout
 from offload.recompute.layer_policies import InputKind, LayerPolicies
 from offload.recompute.learn import Learn, ModuleNames, SavedTensor
 from offload.recompute.policies import KEEP, RECOMPUTE
@@ -108,9 +108,9 @@ class RegionSet(ActivationSet):
             if policies.clock is not None:
                 frame.timed = policies.timed
             self._proves = replay.hands_over and way.unproven_sizes > 0 if self._sized else not way.proven
-            if self._proves and way.can_repeat_all and policies.is_short(2 * way.saved_bytes):
-                # What is saved is not held beside a second run: in backward, two second runs are compared.
-                self._proves, frame.unproven = False, partial(self._told_in_backward, way, way.replay)
+            if self._proves and way.can_repeat_all and policies.is_short(way.saved_bytes):
+                self._proves = False  # not even what it saves can be held until forward has ended
+                frame.unproven = partial(self._told_in_backward, way, way.replay)
             if self._proves:
                 self.packing = self._hold_saved
             else:
@@ -164,8 +164,7 @@ class RegionSet(ActivationSet):
         originals = [one.kept.versions for one in held if one.kept is not None]
         if learn is not None:
             way = self._finish_learning(frame, learn, originals)
-        elif way is not None and self._proves:
-            self._prove(frame, way, originals)
+        elif way is not None and self._proves and self._prove(frame, way, originals):
             way.unproven_sizes -= self._sized and not frame.strange
             way.proven = way.proven or not self._sized
         if not held:
@@ -320,7 +319,7 @@ class RegionSet(ActivationSet):
         if policies.failures[self._key] >= MOST_FAILURES:
             trace.zone = 0
         way = Way(trace, state, names_of(trace))
-        way.reason = _changed_argument(given, contents_of(inputs), inputs)
+        way.reason = changed_argument(given, contents_of(inputs), inputs)
         if frame.asked:
             way.reason = "forward computes gradients of its own"
         if attributes != state.contents():
@@ -361,7 +360,7 @@ class RegionSet(ActivationSet):
             self._say(f"layer {self.layer} does not recompute {names}: {reason}")
         frame.replay = way.replay
         frame.read(trace.constants.values())
-        self._prove(frame, way, originals)
+        self._prove(frame, way, originals, again=True)
         return way
 
     def _is_short(self, originals: list[torch.Tensor]) -> bool:
@@ -373,9 +372,12 @@ class RegionSet(ActivationSet):
             self._policies.said.add(line)
             _logger.info("%s", line)
 
-    def _prove(self, frame: Frame, way: Way, originals: list[torch.Tensor]) -> None:
-        """Run the layer again as in backward, and compare what was dropped; where it differs, run all operations."""
-        self._policies.proofs += 1
+    def _prove(self, frame: Frame, way: Way, originals: list[torch.Tensor], *, again: bool = False) -> bool:
+        """Run the layer again as in backward, and compare what was dropped; where it differs, run all operations.
+
+        Where memory is short, backward compares two second runs instead: then the result is ``False``. What was just
+        learned is proven ``again`` in the next microbatch.
+        """
         same = len(originals) == len(way.nodes) or way.trace.zone >= 0
         same = same and frame.nodes[: way.limit] == way.nodes[: way.limit]
         same = same and all(
@@ -384,18 +386,21 @@ class RegionSet(ActivationSet):
             and (expected[2] is None or same_layout(tensor, expected[1], expected[2], self._sized))
             for tensor, expected in zip(originals, way.expected[: way.limit], strict=False)
         )
-        proves = same and (
-            not frame.replay.hands_over
-            or prove_hand_over(frame, originals, self.transfers.lend, short=self._is_short(originals))
-        )
+        hands_over, short = frame.replay.hands_over, self._is_short(originals)
+        if same and hands_over and short and way.can_repeat_all:
+            frame.unproven = partial(self._told_in_backward, way, way.replay, again=again)
+            return False
+        self._policies.proofs += 1
+        proves = same and (not hands_over or prove_hand_over(frame, originals, self.transfers.lend, short=short))
         if not same or (self._sized and not proves):
             self._policies.forget(self._key)
             frame.strange = True
         elif not proves:
             self._run_all(way)
             frame.replay = way.replay
+        return True
 
-    def _told_in_backward(self, way: Way, settled: SecondRun, same: bool) -> None:
+    def _told_in_backward(self, way: Way, settled: SecondRun, same: bool, *, again: bool = False) -> None:
         """A second run that was handed something has computed the same as one with all operations, or has not."""
         self._policies.proofs += 1
         if way.replay is not settled:  # another plan is followed by now
@@ -405,7 +410,7 @@ class RegionSet(ActivationSet):
         elif not same:
             self._policies.forget(self._key)
         way.unproven_sizes -= self._sized and same
-        way.proven = way.proven or (same and not self._sized)
+        way.proven = way.proven or (same and not (self._sized or again))
 
     def _run_all(self, way: Way) -> None:
         way.run_all(self._policies)
@@ -433,15 +438,6 @@ class RegionSet(ActivationSet):
             if isinstance(getattr(kept, "__self__", None), KeptHandle):
                 frame.held[number] = self._hold(kept(), saved=True), needs, computed
         originals.clear()
-
-
-def _changed_argument(before: Any, after: Any, inputs: Any) -> str | None:
-    """Whether forward changes what an argument holds, as layers with a cache of keys and values do."""
-    if before == after:
-        return None
-    names = [str(name) for name, value in inputs[1].items() if name in ("past_key_values", "past_key_value", "cache")]
-    hint = "; pass use_cache=False" if names else ""
-    return f"forward changes what an argument holds{f' ({names[0]})' if names else ''}{hint}"
 
 
 def _is_gathered(layer: nn.Module) -> bool:

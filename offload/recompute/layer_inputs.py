@@ -92,3 +92,12 @@ def same_layout(tensor: torch.Tensor, shape: torch.Size, stride: Sequence[int], 
     if sized:
         return sorted(dims, key=now.__getitem__) == sorted(dims, key=stride.__getitem__)
     return all(now[dim] == stride[dim] for dim in dims)
+
+
+def changed_argument(before: Any, after: Any, inputs: Any) -> str | None:
+    """Whether forward changes what an argument holds, as layers with a cache of keys and values do."""
+    if before == after:
+        return None
+    names = [str(name) for name, value in inputs[1].items() if name in ("past_key_values", "past_key_value", "cache")]
+    hint = "; pass use_cache=False" if names else ""
+    return f"forward changes what an argument holds{f' ({names[0]})' if names else ''}{hint}"

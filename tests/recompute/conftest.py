@@ -1,7 +1,7 @@
 """Fails a test in which layers are not recomputed as planned, or not at all, and the test does not say so."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -22,16 +22,31 @@ def unplanned(caplog: pytest.LogCaptureFixture) -> Iterator[set[str]]:
     assert {line for line in LINES if any(line in message for message in messages)} == expected, messages
 
 
-@pytest.fixture
-def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A budget that would be broken if a layer ran again while all that it saves is held."""
+def short_where(monkeypatch: pytest.MonkeyPatch, asked: Callable[[], Callable[[int], bool]]) -> None:
     begin = LayerPolicies.__init__
 
     def begin_short(self: LayerPolicies, *args: Any, **kwargs: Any) -> None:
         begin(self, *args, **kwargs)
-        self.is_short = lambda _: True
+        self.is_short = asked()
 
     monkeypatch.setattr(LayerPolicies, "__init__", begin_short)
+
+
+@pytest.fixture
+def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget that would be broken if all that a layer saves is held until its forward has ended."""
+    short_where(monkeypatch, lambda: lambda _: True)
+
+
+@pytest.fixture
+def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget that would be broken if a layer that was learned runs again while all that it saves is held."""
+
+    def asked() -> Callable[[int], bool]:
+        amounts: list[int] = []
+        return lambda nbytes: amounts.append(nbytes) or nbytes > min(amounts)
+
+    short_where(monkeypatch, asked)
 
 
 RUNS = pytest.StashKey[list[int]]()

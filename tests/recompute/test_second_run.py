@@ -1537,11 +1537,12 @@ def test_what_the_proof_changes_is_put_back_where_the_device_has_no_memory_for_c
     assert_right(function, lab, ADD)
 
 
-@pytest.mark.usefixtures("no_room")
+@pytest.mark.parametrize("room", ["no_room", "little_room"])
 def test_handing_over_that_gives_other_bits_is_seen_in_backward_where_memory_is_short(
-    lab: Lab, unplanned: set[str]
+    room: str, lab: Lab, unplanned: set[str], request: pytest.FixtureRequest
 ) -> None:
     """It gives the same bits in the microbatch that is learned, and others in the next one."""
+    request.getfixturevalue(room)
     way = Way()
 
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
