@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from offload.base.torch_private import RUNS_COMPILED, TorchDispatchMode, dispatch_modes, set_modes, tree_leaves
+from offload.base.torch_private import RUNS_COMPILED, TorchDispatchMode, dispatch_modes, set_modes
 from offload.device.select import resolve_device
 from offload.recompute.learn import LayerMode
 
@@ -66,17 +66,18 @@ class CpuAllocations(TorchDispatchMode):
         self._on_change = on_change
         self.peak_bytes = 0
         self.live_bytes = 0
-        # Weak references: the meter must not keep the storages alive that it measures.
-        self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        # By their addresses. Weak references: the meter must not keep the storages alive that it measures.
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = {id(storage) for storage in _storages((args, kwargs))}
         result = func(*args, **(kwargs or {}))
-        for storage in _storages(result):
-            if id(storage) not in given:
-                self.count(storage)
+        if new := [storage for storage in _storages(result) if id(storage) not in self._alive]:
+            given = {id(storage) for storage in _storages((args, kwargs))}
+            for storage in new:
+                if id(storage) not in given:
+                    self.count(storage)
         return result
 
     def forget_peak(self) -> None:
@@ -84,11 +85,15 @@ class CpuAllocations(TorchDispatchMode):
 
     def count(self, storage: torch.UntypedStorage) -> None:
         """Count a storage until it is freed."""
-        if storage not in self._seen:
+        if (address := id(storage)) not in self._alive:
             nbytes = storage.nbytes()
-            self._seen.add(storage)
+
+            def freed(_: object) -> None:
+                del self._alive[address]
+                self._change(-nbytes)
+
+            self._alive[address] = weakref.ref(storage, freed)
             self._change(nbytes)
-            weakref.finalize(storage, self._change, -nbytes).atexit = False  # at exit, nobody reads the meter
 
     def _change(self, nbytes: int) -> None:
         self.live_bytes += nbytes
@@ -98,11 +103,14 @@ class CpuAllocations(TorchDispatchMode):
 
 def _storages(values: object) -> Iterator[torch.UntypedStorage]:
     """The storages on the CPU among an operation's arguments or results; ``set_`` takes one itself."""
-    for value in tree_leaves(values):
-        if isinstance(value, torch.UntypedStorage):
-            yield value
-        elif isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device.type == "cpu":
-            yield value.untyped_storage()
+    if isinstance(values, torch.Tensor):
+        if values.layout is torch.strided and values.device.type == "cpu":
+            yield values.untyped_storage()
+    elif isinstance(values, (list, tuple, dict)):
+        for value in values.values() if isinstance(values, dict) else values:
+            yield from _storages(value)
+    elif isinstance(values, torch.UntypedStorage):
+        yield values
 
 
 class MemoryPeak:
