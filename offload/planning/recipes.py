@@ -381,8 +381,13 @@ def plan_recipes(
         most, found = max(0, memory_budget - least.device_bytes - beside[least.recipe.gradients]), list[RecipePlan]()
         try:
             found += within(least, most, most)
-            for left in _less_than(most) if any(training.link_s(least.recipe, link)) else ():
-                found += within(least, most, left)
+            plans = (one.plan for one in found if one.plan)
+            # Where everything is kept, it is in any amount that holds it.
+            used = max(most if one.host_bytes or one.recompute_s else one.peak_bytes for one in plans)
+            # The same amounts of memory below any budget, the largest first.
+            powers = range(math.ceil(FINER * math.log2(max(1, used))) - 1, 0, -1)
+            for power in powers if any(training.link_s(least.recipe, link)) else ():
+                found += within(least, most, int(2 ** (power / FINER)))
         except TooLittleMemoryError as error:  # nor in less
             if not found:
                 reason = f"activations need {format_bytes(error.least_bytes)}, {format_bytes(most)} are left"
@@ -431,12 +436,6 @@ def only_reachable(plan: TrainingPlan, training: TrainingBytes, now: Recipe, res
         return replace(one, reason="a change to it, between two steps, needs more memory", step_s=math.inf)
 
     return replace(plan, recipes=tuple(map(reached, plan.recipes)))
-
-
-def _less_than(most: int) -> Iterator[int]:
-    """The same amounts of memory below any budget, the largest first."""
-    for power in range(math.ceil(FINER * math.log2(max(1, most))) - 1, 0, -1):
-        yield int(2 ** (power / FINER))
 
 
 def _beside_copies(link: Link, busy_s: float, plan: Plan) -> list[Link]:
