@@ -3,6 +3,7 @@
 import math
 import random
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -88,8 +89,9 @@ def test_the_shortest_recipe_is_chosen() -> None:
     def plan(device: int, host: int | None, left: offload.Link) -> offload.Plan:
         return offload.plan(profile, device, left, max_host_bytes=host)
 
-    def made(budget_gib: int, missing_gib: int = 17) -> offload.TrainingPlan:
-        return plan_recipes(Prediction(LLAMA, link, STREAMED), budget_gib * GIB, None, plan, missing_gib * GIB)
+    @cache
+    def made(budget_gib: int) -> offload.TrainingPlan:
+        return plan_recipes(Prediction(LLAMA, link, STREAMED), budget_gib * GIB, None, plan, 17 * GIB)
 
     assert made(140).chosen.recipe == RESIDENT
     assert made(70).chosen.recipe == CONSUMED
