@@ -25,7 +25,7 @@ from offload.host.pool import get_host_pool
 from offload.measuring.follow_compiled import follow_plan
 from offload.measuring.follow_plan import FollowPlan
 from offload.measuring.in_pieces import Pieces
-from offload.measuring.memory_left import BrokenBudget, bytes_of_gradients, usable_bytes
+from offload.measuring.memory_left import BrokenBudget, MemoryLeft, bytes_of_gradients, usable_bytes
 from offload.optimizer.chunks import seconds_per_element
 from offload.optimizer.proof import with_groups
 from offload.optimizer.state import local, move_state
@@ -51,7 +51,7 @@ _ALL = 1 << 60
 
 
 @dataclass(eq=False, repr=False)
-class PreparedTraining(Handle):
+class PreparedTraining(Handle, MemoryLeft):
     """A model and its optimizers within a memory budget, from :func:`prepare` to :meth:`remove`."""
 
     _model: nn.Module
@@ -182,31 +182,27 @@ class PreparedTraining(Handle):
     # What is left for activations, as :class:`~offload.measuring.memory_left.MemoryLeft` has it.
 
     def device_bytes(self) -> int:
-        """Of the budget, for what a step adds to weights and optimizer state."""
         return max(1, self._usable_bytes - self._training.held_bytes(self.recipe, self.resident_bytes))
 
     def asked_bytes(self, nbytes: int) -> int:
-        """The ``memory_budget`` with which a step may add so many bytes to weights and optimizer state."""
         whole, usable = self._plan.memory_budget, self._usable_bytes
         return round(whole * (nbytes + usable - self.device_bytes()) / usable)
 
     def host_bytes(self) -> int | None:
-        """Of pinned memory, for activations."""
         most = self._plan.max_host_bytes
         return None if most is None else max(0, most - self._training.host_bytes(self.recipe, self.resident_bytes))
 
     def link(self, measured: Link) -> Link:
-        """For activations: the recipe's copies have the rest."""
-        return self._link_left or measured
+        return self._link_left or measured  # the recipe's copies have the rest
 
     def gradient_bytes(self) -> int:
-        """Gradients on the device now; those of streamed weights are on the host, or stepped with already."""
+        # Those of streamed weights are on the host, or stepped with already.
         layers = self._layers if self.recipe.weights == "streamed" else []
         elsewhere = {one for layer in layers for one in layer.parameters()}
         return bytes_of_gradients((one for one in self._model.parameters() if one not in elsewhere), self._device)
 
     def found_left(self, nbytes: int) -> None:
-        """A microbatch has left so many bytes: all gradients are known, and where they are."""
+        """All gradients are known, and where they are."""
 
     def more_after_step(self) -> bool:
         """Ask for another recipe, unless this one is chosen for just these activations."""
