@@ -466,6 +466,33 @@ def test_a_failed_backward_waits_for_the_copies_of_its_steps(
     assert_same(saved[0].values(), loop.model.state_dict().values())
 
 
+def test_the_last_copy_that_fails_is_told(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of layers that the optimizer steps last: all that is left of backward is to wait for that copy."""
+    if lab.device.type != "cpu":
+        pytest.skip("a GPU's copies do not fail")
+    loop = Loop(lab.device)
+    for outside in (loop.embed, loop.head):
+        outside.requires_grad_(False)
+    copy_one, made, last = lab.backend.copy, [0], [-1]
+
+    def failing(stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+        made[0] += stream is lab.d2h_stream
+        if made[0] == last[0]:
+            stream.submit(lambda: 1 / 0)
+        else:
+            copy_one(stream, target, source)
+
+    train(loop, 1)
+    monkeypatch.setattr(lab.backend, "copy", failing)
+    loop.step(loop.loss(1))
+    last[0], made[0] = made[0], 0
+    lab.slow(d2h_s=0.01)
+    with pytest.raises(RuntimeError, match="a copy has failed: ZeroDivision"):
+        loop.loss(2).backward()
+    with pytest.raises(RuntimeError, match="belong to one step"):
+        loop.optimizer.step()
+
+
 @pytest.mark.parametrize("good", [0, 6, 15])
 def test_a_copy_that_fails_is_told(good: int, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """So many copies to the host are right before."""
