@@ -166,7 +166,7 @@ class Way:
             # Recomputing the whole layer is timed.
             run = SecondRun(trace, run.dropped, skips=False)
         self.replay = run if run.dropped else NOTHING
-        run.unlike = self.differing | {number for number, one in enumerate(trace.saved) if not one.movable}
+        run.unlike = {number for number, one in enumerate(trace.saved) if not one.movable}
         self.expected = [
             (one.node, one.shape, one.stride if number in self.replay.numbers else None, one.dtype, policy)
             for number, (one, policy) in enumerate(zip(trace.saved, wanted, strict=True))

@@ -842,9 +842,12 @@ def counted(x: torch.Tensor) -> torch.Tensor:
 counted.register_autograd(lambda ctx, gradient: gradient)
 
 
+@pytest.mark.parametrize("room", [True, False])
 def test_what_differs_is_kept_and_what_is_behind_it_is_recomputed(
-    lab: Lab, caplog: pytest.LogCaptureFixture, unplanned: set[str]
+    room: bool, lab: Lab, caplog: pytest.LogCaptureFixture, unplanned: set[str], request: pytest.FixtureRequest
 ) -> None:
+    if not room:
+        request.getfixturevalue("no_room")
     unplanned.add("comes out with other bits")
     layers, x = functions(lambda x, w: counted(x * 2).sin().tanh().exp() - (x + 1).sin(), lab)
 
@@ -867,6 +870,35 @@ def test_what_differs_is_kept_and_what_is_behind_it_is_recomputed(
     assert (seen.times["tanh"], seen.times["exp"]) == (1, 1)
     assert not seen.times["offload_tests::counted"]
     assert len([line for line in caplog.messages if "comes out with other bits" in line]) == 1
+
+
+def test_what_differs_in_a_forward_that_takes_another_way_raises(lab: Lab, unplanned: set[str]) -> None:
+    """All operations run again then, and nothing behind the one that differs would come out as it was."""
+    unplanned.add("comes out with other bits")
+    way = Way()
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = counted(x * 2).sin().tanh().exp() + 1
+        return (y.sin() if way.now else y.cos().mul(2)).sin() * w.mean()
+
+    layers, x = functions(function, lab)
+
+    def run() -> list[torch.Tensor]:
+        _COUNT[0] = 0
+        y = layers[0](x)
+        return gradients(leaves_of(layers[:1], x), lambda: loss_of(y).backward())
+
+    expected = []
+    for _ in range(2):
+        way.turn()
+        expected.append(run())
+    with offloaded(layers, lab):
+        for _ in range(2):
+            assert_same(expected[1], run())
+        way.turn()
+        with pytest.raises(RuntimeError, match="it computes other values as saved tensor 0 than in forward"):
+            run()
+        assert_same(expected[0], run())
 
 
 def test_what_differs_by_itself_behind_what_differs(lab: Lab, unplanned: set[str]) -> None:
