@@ -91,6 +91,13 @@ def test_shows_what_teaches(path):
 
 
 @each_notebook
+def test_no_link_has_code_in_it(path):
+    """Pandoc's reStructuredText nests no markup: the page would show the address."""
+    texts = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown"]
+    assert not re.findall(r"\[[^\]]*`[^\]]*\]\(", "\n".join(texts))
+
+
+@each_notebook
 def test_cells_that_draw_are_folded(path):
     """On the site and in JupyterLab; other folded cells say what they fold."""
     cells = code_cells(nbformat.read(path, as_version=4))
