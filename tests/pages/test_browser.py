@@ -153,6 +153,8 @@ FIRST_HITS = {
     "region": "docs/howto/budget.html",
     "prefetch": "docs/reference/glossary.html",
     "how many layers": "docs/explanation/hardware.html",
+    "prepare": "docs/howto/recipe.html",
+    "max_grad_norm": "docs/howto/trainers.html",
 }
 """What readers type → the page that answers it, which must be the first hit."""
 
