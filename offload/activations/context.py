@@ -121,11 +121,7 @@ class OffloadContext(ContextDecorator):
             raise
 
     def begin_layer(self, layer: int | None = None, inputs: object = None) -> None:
-        """A layer's forward begins: ``layer``, or else the one after the last, or 0 in a new round.
-
-        Its ``inputs`` are its positional and its keyword arguments. Where PyTorch allows no hooks on saved tensors, the
-        error leaves the context as it was before.
-        """
+        """A layer's forward begins with these ``inputs``: ``layer``, or the one after the last, or 0 in a new round."""
         self._closed = None  # it may be all that holds the last layer's graph, which tells whether its round is over
         if not self.in_this_thread:
             self._thread, self._thread_number = threading.current_thread(), threading.get_ident()

@@ -1,8 +1,4 @@
-"""The activation set of a layer with a policy for each region: what is saved is kept, offloaded or dropped by number.
-
-A layer's first forward with each kind of input is learned, and the layer is run again at once: every saved tensor is
-compared bit by bit. From then on, forward runs under hooks on saved tensors alone.
-"""
+"""The activation set of a layer with a policy for each region: what is saved is kept, offloaded or dropped."""
 
 from __future__ import annotations
 

@@ -8,9 +8,7 @@ A buffer that is given back carries the event after which it may be written agai
 A CUDA graph copies to and from the addresses that it captured whenever it is replayed, so what a capture takes is the
 graph's own for good.
 
-Note:
-    An interrupt (Ctrl-C) can come after any call. Whoever gives a buffer back forgets it first. So an interrupt can
-    lose a buffer, whose memory counts as used until the process ends, and never hands it out twice.
+Whoever gives a buffer back forgets it first: an interrupt (Ctrl-C) can lose a buffer, and never hands it out twice.
 """
 
 from __future__ import annotations

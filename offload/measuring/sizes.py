@@ -5,11 +5,8 @@ attention's scores grow with the batch size and the square of the length. The sh
 which. Seconds, and bytes that are no region's, have a part that no shape changes: gradients, the host's work. They
 follow the line through two timings, over the bytes of the layer's regions, or over the elements outside of the layers.
 
-One kind of inputs, whose lengths differ by a factor of up to 64, takes at most five measured steps, in whatever order
-the lengths come: three to the first timing, as the second length has to be learned, and one timing each beyond
-``LARGER`` and beyond ``MUCH_LARGER``. If the first two lengths are equal, there are two steps to the first timing, and
-one more learns another length. Every other kind of inputs that is learned in between, as batches without a mask are,
-adds a step for each of the two shapes that are learned.
+One kind of inputs, whose lengths differ by a factor of up to 64, takes at most five measured steps: two to learn two
+lengths, and a timing each of the first, beyond ``LARGER`` and beyond ``MUCH_LARGER``.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ Autograd calls a hook when it has added a gradient to ``parameter.grad``. The pa
 chunk. Then the chunk's load is queued, and its step on a stream of its own, behind the gradients and the load. So
 compute waits for no load. At the end of backward compute waits for the last step.
 
-Layers whose weights are on the host give their gradients by themselves, layer by layer: see
-:mod:`offload.weights.gradients`. Their weights are updated in the layer's device memory and copied to the host.
+Layers whose weights are on the host give their gradients by themselves: see :mod:`offload.weights.gradients`.
 """
 
 from __future__ import annotations
@@ -177,11 +176,8 @@ class BackwardSteps:
         return self.stepper.last_copy
 
     def settle(self) -> None:
-        """Block until no copy to the host runs, also those of a step that an interrupt has cut off.
-
-        Autograd's own thread may not have freed that backward yet, so that it still counts as running.
-        """
-        if self.stepper.torn:
+        """Block until no copy to the host runs, also those of a step that an interrupt has cut off."""
+        if self.stepper.torn:  # autograd's own thread may not have freed that backward yet, which counts as running
             self.stepper.backend.synchronize()
         self.stepper.settle()
 

@@ -8,8 +8,7 @@ Master weights are the state of a bfloat16 parameter, in 2 bytes beside the weig
 bfloat16 number and a remainder of 16 bits. Of two that are equally near, the larger in magnitude is taken, so that the
 remainder, the difference of the bits, fits int16.
 
-:mod:`offload.weights` is above this folder and holds the weights of some parameters on the host. It registers what
-holds them, so that an optimizer with these parameters steps them on the device that they compute on.
+:mod:`offload.weights`, above this folder, registers what holds weights on the host: these are stepped on the device.
 """
 
 from __future__ import annotations

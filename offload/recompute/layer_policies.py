@@ -31,8 +31,7 @@ MOST_WAYS = 64  # so many kinds of input are remembered for a layer
 class LayerPolicies(RegionPolicies):
     """What happens to the regions of one layer: learned once for each kind of input, looked up from then on.
 
-    The layer's submodules give the regions their names. In place of patterns, ``planned`` says what happens to regions
-    by their numbers, and has the regions of that plan.
+    In place of patterns, ``planned`` says it of regions by their numbers, and has the regions of that plan.
     """
 
     runs_again = True  # whether the layer's forward runs a second time to recompute

@@ -1,7 +1,6 @@
 """Run a layer's forward again in backward, and collect the saved tensors that forward has dropped.
 
-Forward ran under hooks on saved tensors alone. The n-th saved tensor was kept, offloaded or dropped, by its number. The
-second run makes the same operations under a dispatch mode, which hands over what was kept instead of computing it.
+The second run makes the same operations under a dispatch mode, which hands over what was kept instead of computing it.
 Each time, the second run is compared with what was learned and with the forward: the order of operations, how many
 autograd nodes each saved tensor has before it, shapes and dtypes, and where each storage that was handed over arrives.
 A second run that goes another way than the learned one is started anew, without handing over anything.

@@ -268,9 +268,7 @@ class LayerSteps(WeightHolder):
     def complete(self, entered: WeightLayer | None, in_slot: WeightLayer | None) -> None:
         """Backward is about to run nodes of the layer ``entered``: step all others that it has left.
 
-        The weights of ``in_slot`` are still in its slot.
-
-        Recomputation of several layers passes through them all before their backward, and completes no layer.
+        The weights of ``in_slot`` are still in its slot. To recompute several layers one by one completes none of them.
         """
         steps = self.steps
         for layer in [layer for layer in self._left if layer is not entered]:
