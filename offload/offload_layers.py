@@ -119,10 +119,10 @@ def offload_layers(
             Regions with ``"recompute"`` are dropped: backward runs the layer's forward again, is handed what was kept,
             and skips the operations that nothing dropped depends on. In the first step each layer runs again at once,
             and a region whose bits differ is offloaded or kept in place of recomputed.
-        memory_budget: Decides all of these: device memory for what a step adds to weights and optimizer state, in
-            bytes or as a text; or ``"auto"``, which is what the device has left. The first two microbatches run with
-            everything recomputed and are measured; the next follow a plan, which is the handle's ``plan``.
-            ``max_host_bytes`` is a capacity of it.
+        memory_budget: The device memory that a step may add to weights and optimizer state, in bytes or as a text; or
+            ``"auto"``, the free memory of the device. In place of numbers of layers, schedules and policies: the first
+            two microbatches run with everything recomputed and are measured; the next follow a plan, which is the
+            handle's ``plan`` and uses at most ``max_host_bytes``.
         compile: With ``memory_budget``, compile each layer; or arguments of ``torch.compile`` for that, such as
             ``{"backend": "inductor", "mode": "max-autotune-no-cudagraphs"}``. The plan then decides for each layer
             whether its graph saves all, products and attention, attention, or the layer's inputs alone. So it does for

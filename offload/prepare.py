@@ -41,7 +41,7 @@ def prepare(
     min_bytes: int | str = DEFAULT_MIN_BYTES,
     compile: bool | Mapping[str, Any] = False,  # noqa: A002  # as PyTorch calls it
 ) -> PreparedTraining:
-    """Fit the training of ``model`` by ``optimizer`` into a budget of device memory, with everything that it holds.
+    """Fit a whole training into a budget of device memory: weights, gradients, optimizer state and activations.
 
     The training loop does not change. Weights, gradients and optimizer state are held where the step is the shortest,
     on the device or on the host. In the rest of the budget, activations are kept, offloaded or recomputed::
@@ -63,29 +63,31 @@ def prepare(
     differ, and the model's output has no logits in training; a warning and ``plan.in_pieces`` say so.
 
     In a process group of several ranks, the weights remain where they are, and each rank chooses the rest for itself.
-    Weights that the program streams, by :func:`stream_weights` before this, are streamed on.
+    Weights that :func:`stream_weights` already streams remain streamed.
 
     Args:
         model: The model. Inputs belong on ``device``.
-        optimizer: Of the model's parameters. ``step()``, schedulers, clipping and ``state_dict()`` work as before. Give
-            several optimizers as a list, in which each has parameters of its own: the state of one that is left out is
-            not counted. Recipes change when each of them has stepped.
+        optimizer: The optimizer of the model's parameters. ``step()``, schedulers, clipping and ``state_dict()`` work
+            as before. Give several optimizers as a list, in which each has parameters of its own: the state of one that
+            is left out is not counted. Recipes change when each of them has stepped.
         memory_budget: All device memory that the training may use, in bytes or as a text such as ``"24GiB"``; or
-            ``"auto"``, which is what the device has left, and what the model has there.
+            ``"auto"``: the free memory of the device, and the memory that model and optimizer have there.
         max_host_bytes: All pinned host memory that it may use; no limit by default.
         layers: The layers in the order in which forward calls them, or a function that returns those of a model, or the
             name of a list of modules in the model, such as ``"model.layers"``. By default, all lists of modules that
-            are not inside others, such as an encoder's and a decoder's, but for lists of single operations. The first
+            are not inside others, such as an encoder's and a decoder's, except lists of single operations. The first
             forward raises an error if it calls the lists in another order than the model has them in.
         device: Where to train; ``None`` is the current accelerator, and the CPU where there is none.
         state_dtype: ``torch.float32`` holds optimizer state in float32 and steps in float32, for parameters of 16 bits;
             ``None`` leaves that to the optimizer. See :func:`stream_optimizer`.
         master_weights: Whether to step float32 weights, as :func:`stream_optimizer` does; needs ``state_dtype``.
         step_in_backward: Whether parameters may be stepped in backward, as soon as their gradients are complete. Then
-            gradients need no memory of their own. Leave it out with clipping, ``GradScaler`` or accumulation.
-        overlap_forward: Whether a step of streamed state may run beside the next forward, as :func:`stream_optimizer`
-            does it. Recipes that step in backward, or with weights on the host, leave nothing to overlap.
-        in_pieces: Whether the loss and MLPs may be computed in pieces, which changes the last bits.
+            gradients need no memory of their own. Leave it out with clipping or ``GradScaler``; with accumulation, use
+            :meth:`PreparedTraining.no_step`.
+        overlap_forward: Whether a step of streamed state may run while the next forward runs, as in
+            :func:`stream_optimizer`. It changes nothing in recipes that step in backward or hold weights on the host.
+        in_pieces: Whether the loss and MLPs may be computed in pieces if nothing fits otherwise, which changes the last
+            bits.
         min_bytes: Activations below this size are kept on the device.
         compile: Whether to compile the layers, as :func:`offload_layers` does it; or arguments of ``torch.compile``.
 

@@ -166,8 +166,8 @@ class PreparedTraining(Handle, MemoryLeft):
     def remove(self) -> None:
         """Remove all hooks. A second call does nothing.
 
-        Weights and optimizer state remain where they are, as what the recipe had on the host need not fit on the
-        device; and state in ``state_dtype`` remains so, for another :func:`prepare` or :func:`stream_optimizer`.
+        Weights and optimizer state remain where they are, because those on the host need not fit on the device. State
+        keeps its ``state_dtype``, for another :func:`prepare` or :func:`stream_optimizer`.
         """
         if self._removed:
             return

@@ -38,7 +38,7 @@ _V2 = ("memory.max", "memory.current", ("active_file", "inactive_file"))
 
 
 class HostMemoryError(RuntimeError):
-    """There is no more page-locked host memory: the system refused, or a limit was set."""
+    """Page-locked host memory has run out: the system refused more, or a limit was reached."""
 
 
 class _Mapping(mmap.mmap):

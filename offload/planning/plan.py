@@ -87,7 +87,7 @@ class Plan:
         return costs_of(self.profile, self.link, set(self.schedule.offloaded_layers), self.policies)
 
     def helps(self) -> dict[str, float]:
-        """Predicted seconds of a step with a quarter more of what the keys name. It plans again for each of them.
+        """Predicted seconds of a step with a quarter more of each resource, by its name. Plans again for each.
 
         ``"device"`` stands for its memory, ``"link"`` for its speed, ``"host"`` for its memory if that is limited, and
         ``"kernels"`` for how many of them the host queues in a second, if the device waits for that: compiled layers
