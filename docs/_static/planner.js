@@ -239,8 +239,7 @@
     }
     const { whole, checkpoints } = beside, [checkpointed] = checkpoints, free = planner.freePlan(whole);
     plans.checkpointing = checkpointed;
-    const misfit = checkpointed.peak_bytes > left_bytes ? `activations and loss take ${formatBytes(checkpointed.peak_bytes)}` : "";
-    const rows = [...ways, { name: "checkpointing", misfit, ...plans.checkpointing }];
+    const rows = [...ways, { name: "checkpointing", misfit: answer.toomuch(checkpointed.peak_bytes), ...checkpointed }];
     const kept = plans["keep all"];
     showSummary(chosen, kept, free, left_bytes);
     parts.python.textContent = pythonOf(chosen);

@@ -125,9 +125,11 @@ globalThis.offloadPlanner = (() => {
     const fixed_bytes = parameters * parameter_bytes, usable_bytes = Math.floor(USABLE * asked.memory);
     const left = usable_bytes - fixed_bytes;
 
+    const missing = (left) => `${formatBytes(-left)} are missing for what is fixed`;
+    const toomuch = (peak_bytes) => (left < 0 ? missing(left) : peak_bytes > left ? `activations and loss take ${formatBytes(peak_bytes)}` : "");
     const way = (name, write, search, left, host) => {
       const none = (misfit) => ({ name, write: "", misfit, step_s: null, peak_bytes: null, host_bytes: null, plan: null });
-      if (left < 0) return none(`${formatBytes(-left)} are missing for what is fixed`);
+      if (left < 0) return none(missing(left));
       if (host !== null && host < 0) return none(`${formatBytes(-host)} of host memory are missing`);
       const made = plan(search, left, host ?? Infinity), within = host === null ? "" : ` and ${formatBytes(host)} on the host`;
       if (!made.layers) return none(`${formatBytes(left)}${within} are too little for activations and loss`);
@@ -135,7 +137,7 @@ globalThis.offloadPlanner = (() => {
       return { name, write, misfit: "", step_s, peak_bytes, host_bytes, plan: made };
     };
     const kept = way("keep all", "offload nothing", search, Infinity, null), whole = way("whole layers", "", wholeSearch, left, host);
-    if (kept.peak_bytes > left) kept.misfit = `activations and loss take ${formatBytes(kept.peak_bytes)}`;
+    kept.misfit = toomuch(kept.peak_bytes);
     if (whole.plan) whole.write = `offload_layers(${LAYERS}, num_layers=${whole.plan.num_layers})`;
     const regions = way("regions", budgeted(usable_bytes - parameters * fixed_of), search, left, host);
 
@@ -156,7 +158,7 @@ globalThis.offloadPlanner = (() => {
     const ways = [kept, whole, regions, streamed], first = ways.find((one) => !one.misfit) ?? null;
     const faster = first === whole && !regions.misfit && whole.step_s > SLOWER * regions.step_s;
     return {
-      ways, chosen: faster ? regions : first, shape, profile, parameters, loss_bytes: profile.loss_bytes, fixed_bytes, usable_bytes,
+      ways, toomuch, chosen: faster ? regions : first, shape, profile, parameters, loss_bytes: profile.loss_bytes, fixed_bytes, usable_bytes,
       left_bytes: left, search, link, saved_bytes: profile.count * profile.layer.saved_bytes,
     };
   }

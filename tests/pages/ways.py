@@ -27,6 +27,7 @@ def ways_to_train(profile, inside, outside, state, memory, link, host):
     left = budget - 2 * (inside + outside)
     kept = make_plan(profile, sys.maxsize, link)
     misfit = "" if kept.peak_bytes <= left else f"activations and loss take {format_bytes(kept.peak_bytes)}"
+    misfit = misfit if left >= 0 else f"{format_bytes(-left)} are missing for what is fixed"
     yield Way("keep all", "offload nothing", misfit, kept.step_s, kept.peak_bytes, 0)
     whole = replace(profile, layers=tuple(replace(layer, regions=()) for layer in profile.layers))
     way, made = planned("whole layers", whole, left, link, host)
