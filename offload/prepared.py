@@ -46,7 +46,7 @@ from offload.weights.streamed import StreamedWeights, WeightStats, stream_weight
 
 _logger = logging.getLogger(__name__)
 
-FIRST_SHARE = 0.6  # a first recipe leaves the rest of the budget to activations that nobody has measured yet
+FIRST_SHARE = 0.35  # a first recipe leaves the rest of the budget to activations that nobody has measured yet
 _ALL = 1 << 60
 
 

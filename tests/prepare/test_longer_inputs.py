@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from models import assert_same
 from test_prepare import RESIDENT, STREAMED, Model, adamw, weight_bytes
+from torch import nn
 
 import offload
 from offload.base.checks import format_bytes
 from offload.planning.recipes import Recipe
 
 LENGTHS = (8, 8, 16, 16, 16, *[100] * 8, 16, 100)
+
+
+@pytest.fixture
+def in_place_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first recipe is the one that is chosen for the first microbatches."""
+    monkeypatch.setattr("offload.prepared.FIRST_SHARE", 0.6)
 
 
 def train(budget: int | None, lengths: Sequence[int] = LENGTHS) -> tuple[list[torch.Tensor], list[int], list[Recipe]]:
@@ -40,6 +48,7 @@ def train(budget: int | None, lengths: Sequence[int] = LENGTHS) -> tuple[list[to
     return [parameter.detach() for parameter in model.parameters()], most, recipes
 
 
+@pytest.mark.usefixtures("in_place_from_the_start")
 @pytest.mark.slow
 def test_state_moves_to_the_host_where_longer_inputs_need_its_memory() -> None:
     expected, plain, _ = train(None)
@@ -61,6 +70,7 @@ def test_it_is_said_once_where_no_recipe_fits_longer_inputs() -> None:
     assert len([one for one in caught if "memory_budget" in str(one.message)]) == 1
 
 
+@pytest.mark.usefixtures("in_place_from_the_start")
 def test_one_long_microbatch_that_breaks_the_budget_is_said() -> None:
     """No later one is as long, so that no plan is made again."""
     lengths = (8, 8, 16, 16, 100, 8, 8, 8)
@@ -100,3 +110,19 @@ def test_the_table_is_for_the_longest_inputs_so_far() -> None:
             optimizer.zero_grad()
             peaks.append([one.device_bytes for one in prepared.plan.recipes])
     assert all(after > before for after, before in zip(peaks[-1], peaks[3], strict=True))
+
+
+def test_the_first_steps_fit_where_activations_need_most_of_the_budget() -> None:
+    """Nothing is known of them when the first recipe is put in place."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)))
+    optimizer = adamw(model)
+    budget = 3 * sum(parameter.nbytes for parameter in model.parameters())
+    options: dict[str, Any] = {"layers": list, "device": "cpu", "min_bytes": 0, "step_in_backward": True}
+    with offload.prepare(model, optimizer, budget, **options) as prepared:
+        for _ in range(2):
+            with offload.memory_meter("cpu") as meter:
+                model(torch.ones(112, 64)).square().mean().backward()
+            assert meter.peak_bytes + prepared._training.held_bytes(prepared.recipe, prepared.resident_bytes) <= budget
+            optimizer.step()
+            optimizer.zero_grad()
