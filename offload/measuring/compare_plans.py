@@ -34,8 +34,8 @@ MEASUREMENTS = 2
 HOPE = 0.9  # of the seconds that it took, those that a plan may take when it is measured once more
 
 OPTIMISM = 0.75
-"""Of its prediction, the seconds that a plan may take that was not measured; or this part of how long another one took
-of its own prediction."""
+"""Of its prediction, the seconds that a plan may take that was not measured, if the host has so much to do; or this
+part of how long another one took of its own prediction."""
 
 
 class ComparePlans:
@@ -103,7 +103,9 @@ class ComparePlans:
             return math.inf
         ratios = self._ratios[kind]
         if not ratios:
-            return _layers_s(found) * OPTIMISM * min([1.0, *chain(*self._ratios.values())])
+            # Only the host can be faster than it was measured: what the device computes takes what it took.
+            least_s = max(_layers_s(found) * OPTIMISM, _layers_s(found) - found.host_s)
+            return least_s * min([1.0, *chain(*self._ratios.values())])
         return _layers_s(found) * min(ratios) * (HOPE if len(ratios) < MEASUREMENTS else 1.0)
 
     def _decide(self) -> Plan | None:

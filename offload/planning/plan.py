@@ -82,6 +82,11 @@ class Plan:
         """Seconds of a step that recompute what was not kept."""
         return math.fsum(layer.recompute_s for layer in self._costs)
 
+    @property
+    def host_s(self) -> float:
+        """Seconds in which the host queues a step's kernels and copies; 0 where it is known to be far ahead."""
+        return math.fsum(layer.host_s for layer in self._costs)
+
     @cached_property
     def _costs(self) -> list[LayerCosts]:
         return costs_of(self.profile, self.link, set(self.schedule.offloaded_layers), self.policies)

@@ -32,8 +32,8 @@ class Device(Backend):
         return [end - begin for begin, end in marks]
 
 
-def plan(step_s: float) -> Any:
-    return SimpleNamespace(step_s=step_s + 1.0, profile=SimpleNamespace(other_s=1.0))
+def plan(step_s: float, host_s: float = 9.0) -> Any:
+    return SimpleNamespace(step_s=step_s + 1.0, profile=SimpleNamespace(other_s=1.0), host_s=host_s)
 
 
 def run(compare: ComparePlans, device: Device, took_s: dict[Any, float], plan: Any, elements: int = 100) -> list[Any]:
@@ -69,6 +69,18 @@ def test_a_plan_stays_that_is_faster_than_the_others_can_be() -> None:
     compare = ComparePlans(device)
     first = compare.best(plans, 100)
     assert set(map(id, run(compare, device, {id(one): 1.02 for one in plans.values()}, first))) == {id(first)}
+
+
+@pytest.mark.parametrize("host_s", [0.1, 0.4])
+def test_what_only_the_device_has_to_do_is_no_hope_for_a_plan(host_s: float) -> None:
+    """A plan is tried that the host may have less to do for than was predicted, if that can make it the fastest."""
+    plans = {Among.REGIONS: plan(1.0, host_s), Among.CHECKPOINTS: plan(1.2, host_s)}
+    device = Device()
+    compare = ComparePlans(device)
+    first = compare.best(plans, 100)
+    followed = run(compare, device, {id(one): 1.0 for one in plans.values()}, first)
+    assert (plans[Among.CHECKPOINTS] in followed) is (host_s > 0.3)
+    assert not compare.measures
 
 
 def test_where_all_predictions_are_too_long_the_others_are_measured_too() -> None:
