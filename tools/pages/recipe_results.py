@@ -49,8 +49,8 @@ def start_recipe(page: Path) -> str:
     return (
         f"> **{gib(resident['peak_bytes'], 0)} → {gib(row['peak_bytes'], 0)} GiB** of GPU memory, step "
         f"**{longer(row, record['rows'])}**, with {gib(row['pinned_bytes'], 0)} GiB of host memory: AdamW on {LLAMA}, "
-        f"{row['tokens']:,} tokens, {record['hardware']['gpu']}, against checkpointing with everything on the GPU. The "
-        f"loss is [in chunks]({chunks}). With {OPTIONS}, the call chose to {chosen or 'move nothing'}.\n"
+        f"{row['tokens']:,} tokens, {record['hardware']['gpu']}, against checkpointing with everything on the GPU. "
+        f"Both compute the loss [in chunks]({chunks}). With {OPTIONS}, the call chose to {chosen or 'move nothing'}.\n"
     )
 
 
