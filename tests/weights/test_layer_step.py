@@ -397,6 +397,16 @@ def test_layers_that_are_checkpointed_twice_are_refused(lab: Lab) -> None:
         loss_of(x).backward()
 
 
+def test_a_layer_that_is_left_twice_before_its_step_is_refused(lab: Lab) -> None:
+    """Recomputation of another layer, which needs no gradient of its own, comes between its two backwards."""
+    loop = Loop(lab.device)
+    first, second = loop.layers[1], loop.layers[0]
+    x = checkpoint(lambda y: first(second(y)), loop.inputs[0].requires_grad_(), use_reentrant=True)
+    x = checkpoint(first, x, use_reentrant=True)
+    with pytest.raises(NotImplementedError, match=r"layer 1's .* must get one gradient while backward is in its layer"):
+        loss_of(x).backward()
+
+
 def test_a_second_backward_of_the_same_forward_is_refused(lab: Lab) -> None:
     loop = Loop(lab.device)
     loss = loss_of(loop.run(loop.inputs[0]))
