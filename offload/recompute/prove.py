@@ -140,7 +140,7 @@ def prove_all(
         return None
     _find_constants(trace, learn, again)
     movable = way.droppable()
-    written = {number for number in movable if _is_written_later(trace, number)}
+    written = {number for number in range(len(trace.saved)) if _is_written_later(trace, number)}
     way.differing = proof.differing & set(movable)
     way.forced = written | _origins(frame, way, originals, lend, short=short)
     if backend is None:

@@ -1469,6 +1469,58 @@ def test_a_kept_result_that_forward_overwrites_before_it_is_saved(lab: Lab) -> N
     assert (regions["add"], regions["sigmoid"]) == ("keep", "recompute")
 
 
+def test_a_kept_result_that_forward_overwrites_after_it_is_saved(lab: Lab, unplanned: set[str]) -> None:
+    """Autograd refuses to read it, and the loss does not ask for that: it is computed again."""
+    unplanned.add("comes out with other bits")
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        kept = x + 1
+        unused = kept.sin()
+        kept.add_(1)
+        return [unused, (kept * 2).tanh() * w.mean()]
+
+    layers, x = functions(function, lab)
+    leaves = [x, layers[0].weight]
+    assert_bits(lambda: gradients(leaves, lambda: loss_of(layers[0](x)[1]).backward()), layers, lab, ADD)
+
+
+def test_a_small_result_that_forward_overwrites_after_it_is_saved(lab: Lab, unplanned: set[str]) -> None:
+    """It is kept although all else is recomputed: the second run ends before it overwrites anything."""
+    unplanned.add("comes out with other bits")
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        small = x.mean() + 1
+        y = (x * small.sin()).tanh() * w.mean()
+        small.data.mul_(3)
+        return y
+
+    layers, x = functions(function, lab)
+    expected = step(layers, x)
+    with offloaded(layers, lab, min_bytes=64):
+        for _ in range(3):
+            assert_same(expected, step(layers, x))
+
+
+def test_handing_over_that_makes_other_operations_is_not_proven(lab: Lab, unplanned: set[str]) -> None:
+    calls = [0]
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        kept = x + 1
+        if any(isinstance(mode, HandOver) for mode in _get_current_dispatch_mode_stack()):
+            kept = kept * 1
+        return kept.sin().tanh() * w.mean()
+
+    unplanned.add("handing over gave other bits")
+    layers, x = functions(function, lab)
+    expected = step(layers, x)
+    with offloaded(layers, lab, ADD):
+        for _ in range(3):
+            calls[0] = 0
+            assert_same(expected, step(layers, x))
+    assert calls[0] == 2 * LAYERS
+
+
 @pytest.mark.filterwarnings("ignore:.*freed no device memory:UserWarning")
 @pytest.mark.parametrize("policy", ["keep", "offload"])
 def test_a_kept_result_that_is_overwritten_before_backward(policy: str, lab: Lab) -> None:
