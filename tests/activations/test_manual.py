@@ -137,6 +137,32 @@ def test_offload_inside_the_forward(layers, inputs):
     assert context.stats().late_reloads == LAYERS
 
 
+def test_a_release_inside_the_forward():
+    """What the layer saves from then on is released as soon as it is copied, one copy after the other."""
+    x = torch.linspace(0, 1, 4096).requires_grad_()
+    context, sync, manual = get_cpu_offload_context(
+        True, model_layers=1, manual_synchronization=True, device="cpu", min_bytes=0
+    )
+
+    def layer(x, begin=lambda: None):
+        y = x.exp()
+        begin()
+        for _ in range(4):
+            y = y.sin().exp()
+        return y
+
+    def begin():
+        manual.start_offload_layer(0)
+        manual.release_activation_forward_gpu_memory(0)
+
+    (expected,) = torch.autograd.grad(layer(x).sum(), x)
+    with context:
+        y = layer(x, begin)
+    (found,) = torch.autograd.grad(sync(y).sum(), x)
+    assert torch.equal(expected, found)
+    assert context.stats().reloaded_bytes > 4 * x.nbytes
+
+
 def test_threads_that_need_a_layer_at_once_reload_it_once(monkeypatch):
     """Both graphs keep tensors in one activation set, and the second thread comes while the first one reloads."""
     leaves = [torch.linspace(0, 1, MIN_BYTES, requires_grad=True) for _ in range(2)]
