@@ -120,3 +120,14 @@ def test_a_side_that_never_varied_and_is_longer_is_measured() -> None:
     assert not costs.lack(inputs(29))
     assert costs.lack(inputs(31))
     assert costs.lack(inputs(20, 3))
+
+
+def test_what_microbatches_needed_more_counts_until_the_next_timing() -> None:
+    costs = CostsBySize()
+    costs.learn(inputs(20), regions(20))
+    costs.add(inputs(20), profile(20), 100, [0])
+    costs.need_more(50)
+    costs.need_more(30)
+    assert [costs.at(costs.size_of(inputs(length)))[1] for length in (20, 10)] == [180, 90]
+    costs.add(inputs(80), profile(80), 60, [0])  # less than with shorter inputs: no line falls from there on
+    assert [costs.at(costs.size_of(inputs(length)))[1] for length in (80, 200)] == [60, 60]
