@@ -52,6 +52,19 @@ def test_a_plan_is_followed_although_each_step_skips_a_layer() -> None:
         assert all(abs(one - other) <= x.nbytes for one, other in zip(estimated, measured, strict=True))
 
 
+def test_a_layer_unlike_all_others_is_timed_before_a_plan_is_made() -> None:
+    layers, _ = build("mlp", 4, torch.device("cpu"))
+    layers[2] = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    x = torch.rand(4, 64, WIDTH)
+    expected = step(layers, x, ALL)[0]
+    with offload.offload_layers(layers, memory_budget="1GiB", min_bytes=1, device="cpu") as handle:
+        for skipped in (ALL, {2}, {2}, ALL):
+            step(layers, x, skipped)
+            assert handle.state == "measuring"
+        assert_same(expected, step(layers, x, ALL)[0])
+        assert handle.state == "following"
+
+
 def test_a_step_without_its_first_or_last_layer_is_measured_and_follows_the_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -55,6 +55,12 @@ def _without(budget_gib: int, host_gib: int | None = None) -> offload.TrainingPl
     return without_activations(LLAMA, budget_gib * GIB, None if host_gib is None else host_gib * GIB)
 
 
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_the_gradients_of_two_layers_are_no_more_than_all(recipe: Recipe) -> None:
+    one = replace(LLAMA, layer_weights=(13 * GIB,), layer_gradients=(13 * GIB,), layer_state=(52 * GIB,))
+    assert one.gradient_bytes(recipe) == one.gradients
+
+
 def test_what_fits() -> None:
     def fits(plan: offload.TrainingPlan) -> list[Recipe]:
         return [one.recipe for one in plan.recipes if not one.reason]

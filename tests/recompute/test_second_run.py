@@ -1722,6 +1722,28 @@ def test_an_attribute_that_is_an_inference_tensor(policies: dict[str, str], lab:
     assert assert_bits(partial(step, layers, x), layers, lab, policies)["sin"] == "recompute"
 
 
+def test_what_is_read_behind_what_depends_on_data_and_was_not_before(lab: Lab) -> None:
+    """The second run skips it, and begins anew when an operation would read it."""
+    way = Way()
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        kept = x.exp()
+        skipped, needed = kept.sin(), kept.cos()
+        (rows,) = (x[..., 0] > 0).flatten().nonzero(as_tuple=True)
+        y = needed.flatten(0, 1)[rows]
+        if way.now:
+            y = y * skipped.flatten(0, 1)[rows]
+        return x + y.tanh().sum(0) * w.mean()
+
+    layers, x = functions(function, lab)
+    expected = []
+    for way.now in (0, 1):
+        expected.append(step(layers, x))
+    with offloaded(layers, lab, {"exp": "keep", "*": "recompute"}):
+        for way.now in (0, 0, 1, 1, 0):
+            assert_same(expected[way.now], step(layers, x))
+
+
 def test_policies_that_differ_behind_what_depends_on_data(lab: Lab) -> None:
     """There, saved tensors have no numbers: what was to be recomputed is offloaded where some is to be kept."""
 
