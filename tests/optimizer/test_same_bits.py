@@ -4,7 +4,7 @@ import copy
 import functools
 import inspect
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -29,7 +29,26 @@ FUSED: dict[str, Make] = {
     "AdamW fused": functools.partial(torch.optim.AdamW, lr=1e-2, fused=True),
     "SGD fused": functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9, fused=True),
 }
+
+
+class RescalesLater(torch.optim.Optimizer):
+    """Divides each parameter's gradient by its norm, from the fifth step on."""
+
+    def __init__(self, parameters: Iterable[Any], lr: float = 1e-2) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in [one for one in group["params"] if one.grad is not None]:
+                state = self.state[parameter]
+                state["steps"], state["last"] = state.get("steps", 0) + 1, parameter.grad.clone()
+                scale = parameter.grad.norm() if state["steps"] >= 5 else 1.0
+                parameter.sub_(parameter.grad / scale, alpha=group["lr"])
+
+
 MORE: dict[str, Make] = FUSED | {
+    "another rule later": RescalesLater,
     "AdamW foreach, amsgrad": functools.partial(torch.optim.AdamW, foreach=True, amsgrad=True),
     "AdamW one by one": functools.partial(torch.optim.AdamW, foreach=False),
     "SGD without state": functools.partial(torch.optim.SGD, lr=1e-2),
