@@ -163,6 +163,23 @@ def test_a_release_inside_the_forward():
     assert context.stats().reloaded_bytes > 4 * x.nbytes
 
 
+def test_a_layer_whose_graph_has_gone_does_not_end_the_microbatch():
+    context, sync, controller = get_cpu_offload_context(
+        True, model_layers=4, manual_synchronization=True, device="cpu", min_bytes=0
+    )
+
+    def forgets(x):
+        x.exp()  # which saves its result, for nobody
+        return x + 1
+
+    x = torch.ones(8, requires_grad=True)
+    for layer in (torch.sin, forgets, torch.exp, torch.exp):
+        with context:
+            x = layer(x)
+        x = sync(x)
+    assert controller.microbatch == 0
+
+
 def test_threads_that_need_a_layer_at_once_reload_it_once(monkeypatch):
     """Both graphs keep tensors in one activation set, and the second thread comes while the first one reloads."""
     leaves = [torch.linspace(0, 1, MIN_BYTES, requires_grad=True) for _ in range(2)]

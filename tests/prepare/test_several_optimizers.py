@@ -120,6 +120,21 @@ def test_streamed_weights_are_stepped_in_backward_by_one_optimizer_alone(lab: La
     assert ALL_CONSUMED not in planned
 
 
+@pytest.mark.parametrize("state_dtype", [None, torch.float32], ids=str)
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_recipes_are_those_that_the_arguments_allow(
+    state_dtype: torch.dtype | None, in_backward: bool, lab: Lab
+) -> None:
+    """In backward parameters are stepped if that is asked for, and the CPU steps in the parameters' own dtype."""
+    options: dict[str, Any] = {"state_dtype": state_dtype, "step_in_backward": in_backward}
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with offload.prepare(model, optimizer, 1 << 30, device=lab.device, min_bytes=0, **options) as prepared:
+        planned = [one.recipe for one in prepared.plan.recipes]
+    assert any(one.gradients == "consumed" for one in planned) == in_backward
+    assert any(one.optimizer == "cpu" for one in planned) == (state_dtype is None)
+
+
 def test_refused(lab: Lab) -> None:
     model = Model()
     twice = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(model.layers[:1].parameters(), lr=0.1)]
