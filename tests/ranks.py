@@ -1,6 +1,7 @@
 """The processes of a test that needs several: what starts them, what each of them does first and last, and forks."""
 
 import faulthandler
+import functools
 import os
 import sys
 import traceback
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from scripts import NO_GPU, run_scripts
 
 from offload.device.select import get_backend
+from offload.measuring import follow_plan
 
 RANKS_S = {"cpu": 300, "cuda": 900}
 """So long may ranks take together: on the CPU they are over in half a minute, unless one waits for what never comes."""
@@ -33,6 +35,7 @@ def run_ranks(worker: Path, world: int, device: str, folder: Path) -> list[dict[
         [[str(worker), str(rank), str(world), device, str(folder)] for rank in range(world)],
         folder,
         environment | (NO_GPU if device == "cpu" else {}),
+        whole_end=False,
         timeout_s=RANKS_S[device],
     )
     assert [rank.code for rank in done] == [0] * world, "\n".join(rank.output for rank in done)
@@ -56,6 +59,7 @@ def be_rank(find: Callable[[int, int, torch.device], dict[Any, Any]], *, adverse
     """
     rank, world, kind, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
     torch.set_num_threads(1)
+    follow_plan.measure_link = functools.cache(follow_plan.measure_link)  # as in the process of all other tests
     device = torch.device(kind) if kind == "cpu" else torch.device(kind, rank)
     if kind != "cpu":
         torch.cuda.set_device(device)

@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -55,6 +56,7 @@ def run_scripts(
     *,
     imported: Sequence[str] = TORCH,
     strict: bool = False,
+    whole_end: bool = True,
     timeout_s: float = 900,
 ) -> list[Done]:
     """Run scripts beside each other, and wait for all.
@@ -65,6 +67,7 @@ def run_scripts(
         environment: All their variables, or those of each. Scripts that see no GPU are forked.
         imported: Modules that a fork has imported already; none of this library's.
         strict: Whether a warning is an error, such as while those modules are imported.
+        whole_end: Whether a fork that has run through also takes apart what it has imported, for a third of a second.
         timeout_s: Scripts that take longer are killed.
     """
     environments = [environment] * len(scripts) if isinstance(environment, Mapping) else environment
@@ -76,6 +79,7 @@ def run_scripts(
                 "environment": dict(variables),
                 "output": str(Path(outputs, str(number))),
                 "strict": strict,
+                "whole_end": whole_end,
             }
             for number, (script, variables) in enumerate(zip(scripts, environments, strict=True))
         ]
@@ -185,11 +189,24 @@ def _become(one: dict[str, Any]) -> None:
     if not one["strict"]:
         warnings.resetwarnings()
     code = compile(Path(script).read_bytes(), script, "exec")
-    main = vars(sys.modules["__main__"])
+    main, end = vars(sys.modules["__main__"]), _end
     fresh = {"__name__": "__main__", "__file__": script, "__builtins__": builtins, "__spec__": None}
     main.clear()
     main.update(fresh)
     exec(code, main)
+    if not one["whole_end"]:
+        end()
+
+
+def _end(
+    flush: Sequence[Any] = (sys.stdout, sys.stderr),
+    ending: Sequence[Any] = (threading._shutdown, atexit._run_exitfuncs),
+    leave: Any = os._exit,
+) -> None:
+    """What the interpreter does for a program that has ended, as far as the program can see it."""
+    for step in (*ending, *(stream.flush for stream in flush)):
+        step()
+    leave(0)
 
 
 if __name__ == "__main__":

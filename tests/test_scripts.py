@@ -22,18 +22,20 @@ print([name for name in globals() if name[0] != "_"])
 if "warn" in sys.argv:
     warnings.warn("careful")
 threading.Timer(0.05, print, ["threads end first"]).start()
-sys.exit(int(sys.argv[1]))
+if sys.argv[1] != "0":
+    sys.exit(int(sys.argv[1]))
 """
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_forked_as_started_afresh(tmp_path: Path, strict: bool) -> None:
+@pytest.mark.parametrize(("strict", "whole_end"), [(False, True), (True, True), (False, False)])
+def test_forked_as_started_afresh(tmp_path: Path, strict: bool, whole_end: bool) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     calls = [[str(script), "0"], [str(script), "3"], [str(script), "0", "warn"]]
     afresh = {name: value for name, value in os.environ.items() if name not in NO_GPU} | {"SAID": "this"}
     expected, found = (
-        run_scripts(calls, tmp_path, way, imported=IMPORTED, strict=strict) for way in (afresh, afresh | NO_GPU)
+        run_scripts(calls, tmp_path, way, imported=IMPORTED, strict=strict, whole_end=whole_end)
+        for way in (afresh, afresh | NO_GPU)
     )
     assert [one.code for one in found] == [one.code for one in expected] == [0, 3, int(strict)]
     assert found[:2] == expected[:2]

@@ -140,7 +140,9 @@ def test_code_runs(page, tmp_path):
     environment = os.environ | NO_GPU | {"MPLBACKEND": "agg"}
     imported = (*TORCH, *TRAINERS) if with_trainers(page) else TORCH
     # In a folder of its own: a block may write files.
-    [done] = run_scripts([[__file__, str(page)]], tmp_path, environment, imported=imported, strict=True)
+    [done] = run_scripts(
+        [[__file__, str(page)]], tmp_path, environment, imported=imported, strict=True, whole_end=False
+    )
     assert done.code == 0, done.output
 
 
