@@ -15,12 +15,28 @@ import torch
 import transformers
 
 import offload
+from offload.command_line import main as command_line
 from offload.command_line.count import Rates, count_model, read_config
 from offload.command_line.main import call_for, main, recipes_for
 
-SIZES = ["num_hidden_layers=5", "hidden_size=1024", "intermediate_size=4096", "num_attention_heads=8"]
+SIZES = ["num_hidden_layers=4", "hidden_size=1024", "intermediate_size=4096", "num_attention_heads=8"]
 SIZES += ["num_key_value_heads=2", "vocab_size=32000"]
 LLAMA = ["llama", *(f"--set={size}" for size in SIZES)]
+
+
+COUNTED = {}
+
+
+@pytest.fixture(autouse=True)
+def counted_once(monkeypatch):
+    """Each model, whatever it is then planned for: with fake tensors, too, that takes half a second."""
+
+    def count(config, *given, **options):
+        key = config.to_json_string(), given, *options.items()
+        COUNTED[key] = COUNTED.get(key) or count_model(config, *given, **options)
+        return COUNTED[key]
+
+    monkeypatch.setattr(command_line, "count_model", count)
 
 
 def asked(capsys, *words, status=0):
