@@ -17,7 +17,7 @@ LAYERS, OFFLOADED = 12, 4
 
 device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 if device.type == "cpu":
-    hidden, heads, batch, tokens, dtype = 64, 4, 8, 128, torch.float32
+    hidden, heads, batch, tokens, dtype = 64, 4, 4, 128, torch.float32
 else:
     hidden, heads, batch, tokens, dtype = 2048, 16, 4, 4096, torch.bfloat16
 
@@ -41,7 +41,7 @@ context, sync = offload.get_cpu_offload_context(
     enabled=True,
     num_layers=OFFLOADED,
     model_layers=LAYERS,
-    min_bytes=1 << 18,  # smaller tensors are kept on the device
+    min_bytes=1 << 17,  # smaller tensors are kept on the device
 )
 
 

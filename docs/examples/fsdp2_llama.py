@@ -34,9 +34,9 @@ else:
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("model", nargs="?", help="a name on Hugging Face's Hub, or a folder; by default a small Llama")
-parser.add_argument("--tokens", type=int, default=256 if on_cpu else 8192, help="in one step of one rank")
+parser.add_argument("--tokens", type=int, default=128 if on_cpu else 8192, help="in one step of one rank")
 parser.add_argument("--steps", type=int, default=6)
-parser.add_argument("--memory-budget", default="16MiB" if on_cpu else "auto", help="of each rank, for activations")
+parser.add_argument("--memory-budget", default="8MiB" if on_cpu else "auto", help="of each rank, for activations")
 parser.add_argument("--max-host-bytes", default="100GiB", help="of each rank: its part of the host's memory")
 arguments = parser.parse_args()
 

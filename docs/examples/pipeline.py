@@ -31,7 +31,7 @@ if torch.cuda.device_count() >= ranks:
 else:
     device = torch.device("cpu")
     dist.init_process_group("gloo")
-    hidden, rows, dtype = 64, 1024, torch.float32
+    hidden, rows, dtype = 64, 256, torch.float32
 
 torch.manual_seed(rank)
 with device:
@@ -68,8 +68,8 @@ def step():
 
 step()
 expected, kept_bytes = step()
-budget = "3GiB" if device.type == "cuda" else "8MiB"  # for the activations of this rank
-with offload.pipelining.attach(schedule, memory_budget=budget, min_bytes=1 << 20) as handle:
+budget = "3GiB" if device.type == "cuda" else "2MiB"  # for the activations of this rank
+with offload.pipelining.attach(schedule, memory_budget=budget, min_bytes=1 << 18) as handle:
     for _ in range(STEPS):  # the first one is measured, the others follow the plan
         found, offloaded_bytes = step()
 

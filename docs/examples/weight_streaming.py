@@ -15,7 +15,7 @@ LAYERS, STEPS, MICROBATCHES = 12, 5, 2
 
 device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 if device.type == "cpu":
-    hidden, heads, batch, tokens = 128, 4, 4, 64
+    hidden, heads, batch, tokens = 128, 4, 2, 64
 else:
     hidden, heads, batch, tokens = 2048, 16, 4, 512
     # Fused attention may add its gradients in any order.
