@@ -60,17 +60,20 @@ settings.load_profile("any machine")
 LONG_FILES = (
     "test_docs.py",
     "test_examples.py",
-    "test_browser.py",
     "test_operations.py",
+    "test_browser.py",
     "test_prepare.py",
+    "test_compiled_budget.py",
+    "test_budget.py",
     "test_planner.py",
     "test_notebooks.py",
-    "test_compiled_budget.py",
-    "test_compiled.py",
-    "test_plan_command.py",
     "test_benchmarks.py",
-    "test_budget.py",
+    "test_plan_command.py",
+    "test_same_bits.py",
     "test_count.py",
+    "test_recipes.py",
+    "test_in_pieces.py",
+    "test_huggingface.py",
 )
 
 
