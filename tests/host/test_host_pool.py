@@ -204,6 +204,16 @@ def test_a_large_reservation_comes_in_slabs_that_can_go_alone(
     assert large.nbytes == 100 * KIB
 
 
+def test_what_fits_the_limit_exactly_is_pinned(pool: HostPool) -> None:
+    """Also where the pool would grow by more than what is missing."""
+    limit = 64 * 64 * PAGE_BYTES
+    pool.take(limit, limit)
+    pool.take(PAGE_BYTES, limit + PAGE_BYTES)
+    assert pool.pinned_bytes == limit + PAGE_BYTES
+    with pytest.raises(HostMemoryError, match="beyond the pool's"):
+        pool.take(1, limit + PAGE_BYTES)
+
+
 def test_who_refused_is_asked_again_only_after_a_change(pool: HostPool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 

@@ -206,6 +206,12 @@ def pipeline(kind=ScheduleGPipe, microbatches=4):
     return kind(stage, microbatches, loss_fn=pipeline_worker.loss_of), stage
 
 
+def test_what_waits_for_the_weights_is_freed_with_them():
+    order = [f"0{kind}{microbatch}" for microbatch in range(2) for kind in "FIW"]
+    plan = plan_pipeline(order, {0: StageProfile(saved_bytes=10, weight_bytes=100)}, Link(1e9, 1e9, 2e9))
+    assert plan.peak_bytes_without == 110
+
+
 @pytest.mark.usefixtures("_group")
 @pytest.mark.parametrize("builds", [False, True], ids=["autograd", "dw_builder"])
 def test_a_first_stage_runs_the_half_for_the_inputs_only_with_a_dw_builder(builds):
