@@ -1,10 +1,8 @@
 """``python -m offload plan``: what to do with a model, by its config."""
 
-import doctest
 import json
 import re
 import runpy
-import shlex
 import sys
 import tomllib
 import warnings
@@ -254,44 +252,7 @@ def test_wrong_options_are_refused_by_name(words, said, capsys):
     assert said in capsys.readouterr().err
 
 
-PAGE, WORKED = (
-    Path(__file__).resolve().parents[2] / "docs" / name for name in ("reference/command_line.md", "howto/worked.md")
-)
-BLOCKS = [
-    block
-    for page in (PAGE, WORKED)
-    for block in re.findall(r"```text\n\$ (.*)\n((?:.*\n)*?)```", page.read_text("utf-8"))
-]
-SAVED = {  # as many parameters in fewer layers, which takes less time to plan
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "num_hidden_layers": 8,
-    "intermediate_size": 65536,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "torch_dtype": "bfloat16",
-}
-
-
-def form(text: str) -> str:
-    """Without numbers, the units that depend on them, and which recipe is the fastest."""
-    text = re.sub(r"\d[\d.,]*(\+\w+)?", "0", text)
-    text = re.sub(r"0 (ms|µs|s|B|[KMG]iB|GB|GB/s)\b", "0 unit", text).replace("chosen", "")
-    return " ".join(text.split())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("command", "shown"), BLOCKS, ids=[command for command, _ in BLOCKS])
-def test_commands_answer_as_the_page_shows(command, shown, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "Llama-3.1-8B").mkdir()
-    (tmp_path / "Llama-3.1-8B/config.json").write_text(json.dumps(SAVED))
-    words = shlex.split(command)
-    assert words[:4] == ["python", "-m", "offload", "plan"]
-    main(words[3:])
-    got, wanted = form(capsys.readouterr().out), form(shown)
-    assert doctest.OutputChecker().check_output(wanted, got, doctest.ELLIPSIS), f"page: {wanted}\nreal: {got}"
+PAGE = Path(__file__).resolve().parents[2] / "docs/reference/command_line.md"
 
 
 def test_the_page_names_options_that_there_are(capsys):
