@@ -65,6 +65,7 @@ LONG_FILES = (
     "test_prepare.py",
     "test_compiled_budget.py",
     "test_budget.py",
+    "test_results.py",
     "test_planner.py",
     "test_notebooks.py",
     "test_benchmarks.py",
