@@ -38,7 +38,6 @@ from offload.planning.recipes import (
     RecipePlan,
     TrainingBytes,
     TrainingPlan,
-    only_reachable,
     plan_recipes,
     without_activations,
 )
@@ -79,6 +78,7 @@ class PreparedTraining(Handle, MemoryLeft):
         self._prediction: Prediction | None = None  # of steps, once there is a profile
         self._planned_for: Profile | None = None  # what layers cost by which the recipes were planned
         self._decides_again = self._deciding = False
+        self._too_large: set[Recipe] = set()  # recipes that were in place when none fitted, since one did
         self._link_left: Link | None = None  # for activations, beside the copies of the chosen recipe
         self._tokens = 0  # of the largest microbatch so far
         self.broken = BrokenBudget(self._plan.memory_budget - self._usable_bytes)
@@ -209,6 +209,17 @@ class PreparedTraining(Handle, MemoryLeft):
         self._decides_again = self._prediction is not None and not self._deciding
         return not self._deciding
 
+    def instead(self, nbytes: int) -> str:
+        """What would fit in place of a budget with which a step may add so many bytes."""
+        gradients, activations = self._training.gradient_bytes(self.recipe), self._activations
+        share = max(0.0, (self.device_bytes() - gradients) / max(1, nbytes - gradients))
+        host = None
+        if self._plan.max_host_bytes is not None and self._prediction and activations and activations.profile:
+            freely = self._recipes_within(None, self._prediction, activations, activations.profile)
+            host = min((one.host_bytes for one in freely.recipes if not one.reason), default=None)
+        more = "" if host is None else f", or with {format_bytes(host)} of host memory"
+        return f" No recipe needs less than {self.recipe}: {share:.0%} of the tokens in a microbatch would fit{more}."
+
     def __repr__(self) -> str:
         budget = format_bytes(self.plan.memory_budget)
         return f"PreparedTraining({type(self._model).__name__} in {budget}: {self.recipe}, {self.state})"
@@ -276,7 +287,8 @@ class PreparedTraining(Handle, MemoryLeft):
 
     def _end_activations(self) -> None:
         """The layers are to be measured again. Say so if the budget was broken since they were measured before."""
-        self.broken.tell(self._plan.memory_budget)
+        if not self._too_large:  # else nobody knows whether it is kept to from here on
+            self.broken.tell(self._plan.memory_budget)
         if self._activations is not None:
             self._activations.remove()
             self._activations = None
@@ -320,17 +332,36 @@ class PreparedTraining(Handle, MemoryLeft):
 
     def _plan_recipes(self, prediction: Prediction, activations: FollowPlan, profile: Profile) -> None:
         """Plan every recipe for layers that cost this."""
+        made = self._recipes_within(self._plan.max_host_bytes, prediction, activations, profile)
+        self._plan = replace(made, memory_budget=self._plan.memory_budget, in_pieces=self._plan.in_pieces)
+        self._planned_for = profile
+
+    def _recipes_within(
+        self, max_host_bytes: int | None, prediction: Prediction, activations: FollowPlan, profile: Profile
+    ) -> TrainingPlan:
         made = plan_recipes(
             prediction,
             self._usable_bytes,
-            self._plan.max_host_bytes,
+            max_host_bytes,
             lambda device, host, left: make_plan(profile, device, left, max_host_bytes=host),
             activations.missing_bytes,
             [one.recipe for one in self._plan.recipes],
         )
-        made = only_reachable(made, self._training, self.recipe, self.resident_bytes)
-        self._plan = replace(made, memory_budget=self._plan.memory_budget, in_pieces=self._plan.in_pieces)
-        self._planned_for = profile
+        return replace(made, recipes=tuple(self._if_reached(one, made) for one in made.recipes))
+
+    def _if_reached(self, one: RecipePlan, plan: TrainingPlan) -> RecipePlan:
+        """A recipe; if a change to it, from the one in place, would need too much memory, with that as the reason."""
+        if one.recipe.weights == self.recipe.weights:
+            return one
+        # Weights move first, and state last: meanwhile the device has the more of the state, or the host.
+        state, most = sorted((one.resident_bytes, self.resident_bytes)), plan.max_host_bytes
+        device = self._training.held_bytes(one.recipe, state[1]) + self._training.gradient_bytes(one.recipe)
+        host = self._training.host_bytes(one.recipe, state[0])
+        if device <= max(plan.memory_budget, one.device_bytes) and (most is None or host <= most):
+            return one
+        reason = one.reason or "a change to it, between two steps, needs more memory"
+        device, host = max(device, one.device_bytes), max(host, one.host_bytes)
+        return replace(one, device_bytes=device, host_bytes=host, reason=reason, step_s=float("inf"))
 
     def _decide(self, activations: FollowPlan, profile: Profile, *, again: bool) -> None:
         """Put the fastest recipe in place for layers that cost this."""
@@ -343,29 +374,40 @@ class PreparedTraining(Handle, MemoryLeft):
         measured = self.recipe, self.resident_bytes, arithmetic_s
         self._prediction = Prediction(self._training, link, *measured, overlap_forward=self._overlap_forward)
         self._plan_recipes(self._prediction, activations, profile)
-        if not self._plan.fits:
-            more = bool(self._pieces.left and self._tokens)  # no forward of the model begins where its parts are called
-            what = "; the layers are measured again, with more in pieces" if more else ""
-            _logger.info("no recipe fits%s\n%s", what, self._plan)
-            if more:
-                self._pieces.due, self._prediction = True, None
-                self._end_activations()
-                self._activations = self._measured()
-            else:
-                activations.plan_again()  # which says that it does not fit
+        if self._plan.fits:
+            chosen = self._plan.chosen
+            self._too_large.clear()
+        elif self._pieces.left and self._tokens:  # no forward of the model begins where its parts are called
+            _logger.info("no recipe fits; the layers are measured again, with more in pieces\n%s", self._plan)
+            self._pieces.due, self._prediction = True, None
+            self._end_activations()
+            self._activations = self._measured()
             return
-        chosen = self._plan.chosen
+        else:
+            chosen = self._least(activations)
         self._link_left = None if chosen.plan is None else chosen.plan.link
         _logger.info("memory_budget = %s: %s\n%s", format_bytes(self._plan.memory_budget), chosen.recipe, self._plan)
         moves_weights = chosen.recipe.weights != self.recipe.weights
         if (chosen.recipe, chosen.resident_bytes) != (self.recipe, self.resident_bytes):
             self._change_to(chosen)
-        elif self.link(link) == link and not again:
+        elif self.link(link) == link and not again and self._plan.fits:
             return
         if not moves_weights:
             activations.plan_again()
         else:  # the layers are measured again
             self._prediction = replace(self._prediction, measured=chosen.recipe, resident_bytes=chosen.resident_bytes)
+
+    def _least(self, activations: FollowPlan) -> RecipePlan:
+        """As none fits, the recipe that needs the least: the one in place if that was measured to fit.
+
+        It is no error, as steps have run already; with longer inputs, these may be many. The plan of the activations
+        says what would fit.
+        """
+        self._too_large.add(self.recipe)
+        least = self._plan.least
+        if not activations.recomputed_fits and least.recipe not in self._too_large:  # else it was measured itself
+            return least
+        return next(one for one in self._plan.recipes if one.recipe == self.recipe)
 
 
 def _first_of(plan: TrainingPlan) -> RecipePlan:

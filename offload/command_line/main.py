@@ -120,11 +120,11 @@ def call_for(model: Counted, made: TrainingPlan, memory: int) -> str | None:
 
 
 def _remedy(made: TrainingPlan, host: int | None) -> str:
-    """What would help, as nothing fits. Beside activations, each recipe needs ``device_bytes`` at least."""
-    if any(one.device_bytes <= made.memory_budget for one in made.recipes):
-        return f"nothing fits: fewer tokens, {'' if host is None else 'more host memory, '}or a larger device"
-    least = format_bytes(math.ceil(min(one.device_bytes for one in made.recipes) / USABLE))
-    return f"nothing fits, even without a token: a device of more than {least}, or fewer trained parameters"
+    """What would help, as nothing fits."""
+    device = f"a device of {format_bytes(math.ceil(made.least.device_bytes / USABLE))}"
+    if all(one.reason.endswith("without activations") for one in made.recipes):
+        return f"nothing fits, even without a token: {device}, or fewer trained parameters"
+    return f"nothing fits: fewer tokens, {'' if host is None else 'more host memory, '}or {device}"
 
 
 def _in_float32(training: TrainingBytes) -> str:

@@ -118,8 +118,7 @@ class FollowPlan(HookedLayers):
         self._planned_gradients = 0  # those that a microbatch is planned to begin with: the most so far
         self._timed_gradients = self._counted_gradients = 0  # those with which one was timed, and that the plan counts
         self._watches = True  # whether the peaks of microbatches are measured
-        self._recomputed_fits = False  # whether the timed microbatch has kept to the budget
-        self._ran_all = False  # whether the last microbatch has skipped no layer
+        self._timed_all = self._ran_all = False  # whether the timed, and the last, microbatch has skipped no layer
         self._counted = False  # whether what the last microbatch saved before its first layer was counted
         self._proves = False  # whether this is a plan's first microbatch, which may hold layers twice to prove it
         self._proofs = 0  # how often layers had been proven when the last microbatch began
@@ -137,6 +136,12 @@ class FollowPlan(HookedLayers):
     def largest_plan(self) -> Plan | None:
         """The plan for inputs of the planned size."""
         return self._plans.get(frozenset(self._planned.items()))
+
+    @property
+    def recomputed_fits(self) -> bool:
+        """Whether the timed microbatch, with everything recomputed, was within the budget, as planned ones are then."""
+        within = self._timed_all and is_within(self._planned, self._costs.size_of(self._timed_inputs))
+        return within and self.measured_bytes <= self._budget
 
     @property
     def corrected_plan(self) -> Plan | None:
@@ -297,9 +302,9 @@ class FollowPlan(HookedLayers):
         size = rounded_up(size, self._planned)
         key = frozenset(size.items())
         if key not in self._plans:
-            profile, missing_bytes = self._costs_at(size)
-            known, left_bytes = profile.beside(missing_bytes).with_larger_workspace(), (1 - RESERVE) * self._budget
-            self._plans[key] = relaxed(largest, known, left_bytes)
+            profile, missing_bytes = self._costs.at(size)
+            known = profile.beside(missing_bytes + self._counted_gradients).with_larger_workspace()
+            self._plans[key] = relaxed(largest, known, (1 - RESERVE) * self._budget)
         return self._plans[key]
 
     def _keep_to_budget(self, largest: Plan, inputs: Inputs) -> None:
@@ -365,7 +370,7 @@ class FollowPlan(HookedLayers):
         for one in self._policies:
             one.clock, one.holds = None, False
         self._ask_what_is_left()
-        self._recomputed_fits = len(ran) == len(kinds) and self.measured_bytes <= self._budget
+        self._timed_all = len(ran) == len(kinds)
         self._timed_gradients = self._gradient_bytes
         self._planned_gradients = max(self._timed_gradients, self._planned_gradients)
         missing_bytes = max(0, self._peak_bytes - self._timed_gradients - expected)
@@ -377,11 +382,6 @@ class FollowPlan(HookedLayers):
     def _ask_what_is_left(self) -> None:
         self._budget, self._corrections_left = self._left.device_bytes(), CORRECTIONS
         self._held_bytes = allocated_bytes(self._backend.device) - self._left.gradient_bytes()
-
-    def _costs_at(self, size: Size) -> tuple[Profile, int]:
-        """The profile of inputs of a size, and the bytes that are needed outside of the layers, with gradients."""
-        profile, missing_bytes = self._costs.at(size)
-        return profile, missing_bytes + self._counted_gradients
 
     def plan_again(self) -> None:
         """Plan for what is left now, if there is a plan already."""
@@ -400,7 +400,8 @@ class FollowPlan(HookedLayers):
 
         It fits beside what is needed outside of the layers; if there is none, everything is recomputed.
         """
-        self.profile, self.missing_bytes = self._costs_at(self._planned)
+        self.profile, self.missing_bytes = self._costs.at(self._planned)
+        self.missing_bytes += self._counted_gradients
         budget, missing = self._as_asked(self._budget), format_bytes(self.missing_bytes)
         link, host_bytes = self._left.link(self.link), self._left.host_bytes()
 
@@ -419,8 +420,7 @@ class FollowPlan(HookedLayers):
                 plans[among] = plan_among(among)
             except TooLittleMemoryError as error:  # fewer policies need not fit, nor more: they leave a reserve
                 least_bytes = min(least_bytes, error.least_bytes / (1 - RESERVE))
-        fits = self._recomputed_fits and is_within(self._planned, self._costs.size_of(self._timed_inputs))
-        if not (plans or fits) and self._counted_gradients > self._timed_gradients:
+        if not (plans or self.recomputed_fits) and self._counted_gradients > self._timed_gradients:
             self._counted_gradients = self._timed_gradients  # the profile may have the others, which its backward made
             self._make_plan(over_bytes)
             return
@@ -430,13 +430,14 @@ class FollowPlan(HookedLayers):
                 return  # the last plan is good enough
             options = link, self._budget, (*recompute_all(profile),), host_bytes
             frugal = plans[Among.CHECKPOINTS] = Plan(learning_schedule(len(self._layers)), profile, *options)
-            if fits:
+            if self.recomputed_fits:
                 _logger.info("%s is met by no plan: all is recomputed, as while it was measured", budget)
             elif not self._left.more_after_step() and over_bytes is None:
                 least = max(math.ceil(least_bytes), self.measured_bytes)
                 inside = replace(frugal, profile=replace(self.profile, loss_bytes=0))
                 outside = format_bytes(max(0, least - inside.peak_bytes))  # at the peak, which may be the loss's
-                self._left.broken.warn_of_plans(budget, self._as_asked(least), outside, host_bytes)
+                instead = self._left.instead(least)
+                self._left.broken.warn_of_plans(budget, self._as_asked(least), outside, host_bytes, instead)
                 self._said = True
         made = self._compare.best(plans, self._planned[()])
         _logger.info(

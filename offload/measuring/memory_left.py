@@ -50,11 +50,11 @@ class BrokenBudget:
         """Say that a microbatch broke the budget, and that nothing is left to try."""
         self._warn(f"{budget} was not met {tried}: a microbatch needed {needed}.")
 
-    def warn_of_plans(self, budget: str, needed: str, outside: str, host_bytes: int | None) -> None:
+    def warn_of_plans(self, budget: str, needed: str, outside: str, host_bytes: int | None, instead: str) -> None:
         """Say that no plan meets the budget."""
         within = "" if host_bytes is None else f" with {format_bytes(host_bytes)} of host memory"
         line = f"{budget} cannot be met, so everything is recomputed and inputs are offloaded: a step needs {needed}"
-        self._warn(f"{line}{within}, of which {outside} outside of the layers.")
+        self._warn(f"{line}{within}, of which {outside} outside of the layers.{instead}")
 
     def _warn(self, line: str) -> None:
         """Say that the budget is broken for good: only once, as each longer input may do so."""
@@ -91,6 +91,10 @@ class MemoryLeft(Protocol):
     def asked_bytes(self, nbytes: int) -> int:
         """The ``memory_budget`` with which a step may need so many bytes."""
         return nbytes
+
+    def instead(self, nbytes: int) -> str:
+        """What would fit in place of the ``memory_budget`` with which a step may need so many bytes."""
+        return ""
 
     def more_after_step(self) -> bool:
         """Ask for more, as no plan fits: whether more may be left once the step has ended."""

@@ -207,7 +207,7 @@ class RecipePlan:
     recipe: Recipe  #: Where weights, gradients and optimizer state are.
     plan: Plan | None  #: Of the activations; ``None`` if the recipe does not fit, or nothing was measured yet.
     step_s: float  #: Predicted seconds of a step.
-    device_bytes: int  #: The predicted peak of device memory, or what is needed beside activations without a plan.
+    device_bytes: int  #: The predicted peak of device memory; what is needed at least, if the recipe does not fit.
     host_bytes: int  #: Pinned host memory.
     reason: str = ""  #: Why the recipe does not fit.
     state_bytes: tuple[int, int] = (0, 0)  #: Optimizer state on the device, and on the host.
@@ -245,6 +245,14 @@ class TrainingPlan:
             )
         shortest = min(one.step_s for one in fitting)
         return next(one for one in fitting if one.step_s <= shortest * (1 + WORTH))
+
+    @property
+    def least(self) -> RecipePlan:
+        """The one that needs the least device memory within the host's; of equals the first, which copies the least."""
+        most = math.inf if self.max_host_bytes is None else self.max_host_bytes
+        within = [one for one in self.recipes if one.host_bytes <= most] or self.recipes
+        least = min(one.device_bytes for one in within)
+        return next(one for one in within if one.device_bytes <= (1 + MARGIN) * least)
 
     def __str__(self) -> str:
         head = f"{'weights':<10}{'gradients':<11}{'optimizer':<11}{'state on device':>16}{'on host':>12}"
@@ -376,9 +384,9 @@ def plan_recipes(
 
     def best(least: RecipePlan) -> RecipePlan:
         """The shortest step of a recipe that needs as much ``least``."""
-        if least.reason:
+        if max_host_bytes is not None and least.host_bytes > max_host_bytes:
             return least
-        most, found = max(0, memory_budget - least.device_bytes - beside[least.recipe.gradients]), list[RecipePlan]()
+        most, found = max(1, memory_budget - least.device_bytes - beside[least.recipe.gradients]), list[RecipePlan]()
         try:
             found += within(least, most, most)
             plans = (one.plan for one in found if one.plan)
@@ -391,7 +399,9 @@ def plan_recipes(
         except TooLittleMemoryError as error:  # nor in less
             if not found:
                 reason = f"activations need {format_bytes(error.least_bytes)}, {format_bytes(most)} are left"
-                return replace(least, step_s=math.inf, reason=reason)
+                reason = least.reason or reason
+                needed = least.device_bytes + beside[least.recipe.gradients] + error.least_bytes
+                return replace(least, step_s=math.inf, device_bytes=needed, reason=reason)
         return min(found, key=attrgetter("step_s"))
 
     def within(least: RecipePlan, most: int, left: int) -> list[RecipePlan]:
@@ -418,24 +428,6 @@ def plan_recipes(
 
     every = without_activations(training, memory_budget, max_host_bytes, recipes).recipes
     return TrainingPlan(tuple(map(best, every)), memory_budget, max_host_bytes)
-
-
-def only_reachable(plan: TrainingPlan, training: TrainingBytes, now: Recipe, resident: int) -> TrainingPlan:
-    """Without recipes that a change to them, from the one in place ``now``, would need too much memory for."""
-    # Weights move first, and state last: meanwhile the device has the more of the state, or the host.
-    most = plan.max_host_bytes
-
-    def reached(one: RecipePlan) -> RecipePlan:
-        if one.reason or one.recipe.weights == now.weights:
-            return one
-        state = sorted((one.resident_bytes, resident))
-        device = training.held_bytes(one.recipe, state[1]) + training.gradient_bytes(one.recipe)
-        host = training.host_bytes(one.recipe, state[0])
-        if device <= plan.memory_budget and (most is None or host <= most):
-            return one
-        return replace(one, reason="a change to it, between two steps, needs more memory", step_s=math.inf)
-
-    return replace(plan, recipes=tuple(map(reached, plan.recipes)))
 
 
 def _beside_copies(link: Link, busy_s: float, plan: Plan) -> list[Link]:
