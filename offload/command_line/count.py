@@ -36,6 +36,9 @@ from offload.recompute.learn import ModuleNames, SavedTensor, Step, Storage, Tra
 from offload.recompute.operations import Operation, known_operation
 from offload.recompute.way import Way, list_regions, names_of
 
+MOST_OPERATIONS = 3000
+"""In a layer's forward: a loop over the tokens takes minutes to count, and stands for a kernel that is missing."""
+
 _FLOP = {str(operation): flop for operation, flop in flop_registry.items()}
 
 
@@ -196,6 +199,8 @@ class _Forward:
         self, operation: Operation, seconds: float, read: Iterable[torch.Tensor], made: Iterable[torch.Tensor]
     ) -> None:
         trace, before = self._trace, len(self._trace.storages)
+        if len(trace.steps) == MOST_OPERATIONS:
+            raise ValueError(f"a layer runs more than {MOST_OPERATIONS:,} operations, as if it looped over the tokens")
         reads = dict.fromkeys(map(self._number_of, read))
         trace.given += [one for one in reads if one >= before]
         known = len(trace.storages)

@@ -122,6 +122,12 @@ def test_comes_near_to_what_an_h200_measures():
         ("gpt2", [], "'gpt2' cannot be counted: attn_pdrop is 0.1, which --set attn_pdrop=0 leaves out; measure this"),
         ("vit", [], "'vit' cannot be counted: Unrecognized configuration class .*ViTConfig.*; measure this model with"),
         ("gemma3", [], "'gemma3' cannot be counted: "),
+        pytest.param(
+            "mamba",
+            ["num_hidden_layers=2"],
+            "'mamba' .* more than 3,000 operations, .*; measure",
+            marks=pytest.mark.slow,
+        ),
         ("bert", ["attention_probs_dropout_prob=0"], "'bert' cannot be counted: .* size of the tensor"),
     ],
 )
