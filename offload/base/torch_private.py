@@ -73,6 +73,7 @@ COMPILED_CALL, ORIGINAL, RUNS_COMPILED = "_compiled_call_impl", "_orig_mod", "_T
 _patching = threading.Lock()
 
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
+make_wrapper = torch.Tensor._make_wrapper_subclass  # a tensor of a class of its own, which has no memory
 tree_leaves, FakeTensorMode = _find("utils._pytree.tree_leaves"), _find("_subclasses.FakeTensorMode")
 
 # Autograd.

@@ -14,6 +14,7 @@ from torch import nn
 from offload.base.checks import describe, format_bytes, warn_caller
 from offload.base.tensors import check_values
 from offload.optimizer.chunks import NUM_SLOTS
+from offload.optimizer.early import FreedGradient
 from offload.optimizer.proof import prove, with_groups
 from offload.optimizer.state import REMAINDER_BYTES, local
 from offload.optimizer.stream import check_can_be_streamed
@@ -160,7 +161,8 @@ def bytes_of_gradients(parameters: Iterable[torch.Tensor], device: torch.device)
     """The gradients that parameters have on a device; of sharded ones, this rank's part."""
     # Each microbatch asks for all of them: a plain one is its own part. An alias would wait for its step.
     gradients = (parameter.grad for parameter in parameters if parameter.is_leaf)
-    here = (one for one in gradients if one is not None and one.device == device)
+    there = (one for one in gradients if one is not None and not isinstance(one, FreedGradient))
+    here = (one for one in there if one.device == device)
     return sum((local(one) if hasattr(one, "to_local") else one).nbytes for one in here)
 
 

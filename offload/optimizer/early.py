@@ -17,16 +17,17 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from functools import partial
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from offload.base.torch_private import EndOfBackward, ddp_parameters, this_backward, when_backward_ends
+from offload.base.torch_private import EndOfBackward, ddp_parameters, make_wrapper, this_backward, when_backward_ends
 from offload.device.backend import Event
 from offload.optimizer.chunks import NUM_SLOTS, ChunkStepper, StepWait, check_dense
-from offload.optimizer.proof import with_groups
+from offload.optimizer.proof import gradient_dtype, with_groups
 from offload.optimizer.state import WeightHolder, holders_of, local
 
 _logger = logging.getLogger(__name__)
@@ -37,6 +38,29 @@ Given = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 """Of a parameter whose weights are on the host: the gradient on the device; what earlier microbatches have left on the
 host, to which that is added; and the weights on the device, where they are updated, ``None`` if they have to be loaded.
 """
+
+
+class FreedGradient(torch.Tensor):
+    """In ``parameter.grad`` until ``optimizer.step()``, if the gradient was freed: what computes with it raises.
+
+    Clipping and the like would pass over a gradient that is ``None``, without a word.
+    """
+
+    @staticmethod
+    def __new__(cls, parameter: torch.Tensor) -> FreedGradient:
+        return make_wrapper(cls, parameter.shape, dtype=gradient_dtype(parameter), device=parameter.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            "a parameter must get one gradient in each step if in_backward=True, and gradients must be final then, but "
+            f"{function} was called with one that was stepped with and freed; leave in_backward (in prepare: "
+            "step_in_backward) out if gradients are clipped, scaled or read, and run all microbatches of a step but "
+            "the last in handle.no_step()."
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]  # PyTorch's takes what its own printing passes on
+        return f"FreedGradient(shape={tuple(self.shape)})"
 
 
 class BackwardSteps:
@@ -89,12 +113,14 @@ class BackwardSteps:
 
     def forget(self) -> None:
         """A checkpoint was loaded: no parameter has made the next step, and nothing is left of a backward."""
+        _drop_freed(self._seen)
         self._seen.clear()
         self._runs.clear()
         self._drop()
 
     def close(self) -> None:
         """Take the hooks off."""
+        _drop_freed(self._seen)
         self._take_off()
         for holder in list(self._holders):
             holder.end_steps()
@@ -105,6 +131,7 @@ class BackwardSteps:
         self.watch()
         if seen and _scaler_steps():
             self._refuse("a GradScaler scales them")
+        _drop_freed(seen)
         for parameter, one in seen.items():
             now = parameter.grad
             if now is not None and (one is None or now is not one[0] or now._version != one[1]):
@@ -256,6 +283,15 @@ class BackwardSteps:
             while self._flights:
                 self._land()
             self.stepper.torn = ""
+            for parameter, gradient in self._seen.items():
+                if gradient is None and parameter.grad is None:
+                    parameter.grad = FreedGradient(parameter)
+
+
+def _drop_freed(parameters: Iterable[torch.Tensor]) -> None:
+    for one in parameters:
+        if isinstance(one.grad, FreedGradient):
+            one.grad = None
 
 
 def _scaler_steps() -> bool:

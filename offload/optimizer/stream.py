@@ -262,8 +262,8 @@ def stream_optimizer(
         in_backward: Step each parameter during backward, as soon as its gradient is complete; ``optimizer.step()`` then
             steps what is left. Gradients must not be clipped or scaled between backward and the step, which raises an
             error. Run all microbatches of a step but the last in :meth:`StreamedOptimizer.no_step`.
-        consume_gradients: Free each gradient after its step in backward: ``p.grad`` is ``None`` then. That of
-            parameters that :func:`stream_weights` holds is freed in any case.
+        consume_gradients: Free each gradient after its step in backward. What reads ``p.grad`` then raises an error.
+            That of parameters that :func:`stream_weights` holds is freed in any case.
         overlap_forward: Return from ``optimizer.step()`` when its chunks are queued. The next forward begins while they
             are stepped, and what reads a parameter first, layer or program, waits for the parameter. For gradients that
             are clipped, scaled or accumulated, and so cannot be stepped in backward. Takes device memory: gradients

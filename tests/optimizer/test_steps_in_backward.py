@@ -27,6 +27,7 @@ from training import (
 )
 
 from offload.optimizer.chunks import StepWait
+from offload.optimizer.early import FreedGradient
 
 STEPS = 10
 LATE_S = 0.05
@@ -100,14 +101,19 @@ def test_consumed_gradients_are_gone(lab: Lab) -> None:
     run = Training(lab.device, in_backward=True, consume_gradients=True)
     for number in range(3):
         run.backward(number)
-        assert all(parameter.grad is None for parameter in run.model.parameters())
+        assert {type(one.grad) for one in run.model.parameters()} == {FreedGradient}
         run.optimizer.step()
+        assert all(parameter.grad is None for parameter in run.model.parameters())
 
 
 def test_a_second_gradient_is_refused(lab: Lab) -> None:
     run = Training(lab.device, in_backward=True)
     run.backward(0)
     with pytest.raises(RuntimeError, match=r"one of shape \(48,\) got another after its step; call optimizer"):
+        run.backward(1)
+    run = Training(lab.device, in_backward=True, consume_gradients=True)
+    run.backward(0)
+    with pytest.raises(RuntimeError, match=r"one gradient in each step .* aten\.add_\..* freed; .* run all micro"):
         run.backward(1)
 
 
@@ -123,11 +129,15 @@ def scaled(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     scaler.step(optimizer)
 
 
+@pytest.mark.parametrize("consume", [False, True])
 @pytest.mark.parametrize(("how", "fused"), [(clipped, False), (scaled, False), (scaled, True)])
-def test_gradients_that_are_changed_after_backward_are_refused(how: Any, fused: bool, lab: Lab) -> None:
-    run = Training(lab.device, partial(adamw, fused=fused), in_backward=True)
-    with pytest.raises(RuntimeError, match="gradients must be final at the end of backward if in_backward=True, but"):
+def test_gradients_that_are_changed_after_backward_are_refused(how: Any, fused: bool, consume: bool, lab: Lab) -> None:
+    run = Training(lab.device, partial(adamw, fused=fused), in_backward=True, consume_gradients=consume)
+    with pytest.raises(RuntimeError, match=r"gradients must be final (at the end of backward|then)"):
         how(run.model, run.optimizer)
+    if consume:
+        assert "FreedGradient" in repr(run.model[0].weight.grad)
+        return  # it was refused before anything was changed
     with pytest.raises(RuntimeError, match=r"must belong to one step, but .*, after a step in backward; load both"):
         run.optimizer.state_dict()
 

@@ -141,6 +141,16 @@ def test_the_bits_of_the_resident_run(name: str, lab: Lab) -> None:
     assert all(parameter.grad is None for parameter in loop.parameters)
 
 
+def test_clipping_after_the_step_is_refused(lab: Lab) -> None:
+    loop = Loop(lab.device)
+    loop.loss(0).backward()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"gradients must be final then, but aten\..* that was stepped with"):
+            nn.utils.clip_grad_norm_(loop.parameters, 1.0)
+    loop.optimizer.step()
+    assert all(parameter.grad is None for parameter in loop.parameters)
+
+
 @pytest.mark.parametrize("master_weights", [False, True])
 def test_state_in_float32_for_bfloat16(master_weights: bool, lab: Lab) -> None:
     options = {"dtype": torch.bfloat16, "state_dtype": torch.float32, "master_weights": master_weights}
