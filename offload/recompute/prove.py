@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 
+from offload.base.checks import format_bytes
 from offload.base.tensors import geometry_of, look_into, plain_memory, same_bits, whole
 from offload.base.torch_private import address_of, is_compiled, without_modes
 from offload.device.backend import Backend
@@ -58,9 +59,16 @@ def memories_of(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStora
     return {address_of(memory): memory for memory in found if memory is not None}
 
 
+class NotReturnedError(RuntimeError):
+    """Tensors that were moved to the host remain there, as the device has no memory for them."""
+
+
 @contextmanager
 def on_host(tensors: Iterable[torch.Tensor], lend: Lend) -> Iterator[None]:
-    """Have the tensors on the host meanwhile. Storages that somebody else holds stay where they are as well."""
+    """Have the tensors on the host meanwhile. Storages that somebody else holds stay where they are as well.
+
+    Raises a :class:`NotReturnedError` if the device has no memory for them afterwards.
+    """
     tensors = [one for one in tensors if memories_of([one]) and not (one.is_conj() or one.is_neg())]
     memories = memories_of(tensors)
     places = [(one, address_of(one.untyped_storage()), geometry_of(one)) for one in tensors]
@@ -74,13 +82,23 @@ def on_host(tensors: Iterable[torch.Tensor], lend: Lend) -> Iterator[None]:
         try:
             yield
         finally:
+            lost = 0
             for address, copy in copies.items():
                 memory = held[address]()
-                if memory is None:  # allocated by an operation, as a memory meter sees no other memory
-                    memory = torch.empty(copy.nbytes(), dtype=torch.uint8, device=device).untyped_storage().copy_(copy)
+                if memory is None:
+                    try:  # by an operation, as a memory meter sees no other memory
+                        empty = torch.empty(copy.nbytes(), dtype=torch.uint8, device=device)
+                    except torch.OutOfMemoryError:  # the pool has the copy's memory back
+                        lost, empty = lost + copy.nbytes(), torch.empty(copy.nbytes(), dtype=torch.uint8)
+                    memory = empty.untyped_storage().copy_(copy)
                 copies[address] = memory
             for one, address, geometry in places:
                 one.data = look_into(copies[address], geometry)
+            if lost:
+                raise NotReturnedError(
+                    f"the device has no memory for {format_bytes(lost)} that a layer has saved, which were on the host "
+                    "while the layer ran again to be compared; use smaller microbatches, or keep more memory free."
+                )
 
 
 def prove_all(
@@ -111,6 +129,8 @@ def prove_all(
         with on_host(originals, lend) if short else nullcontext():
             # Without the program's context variables: Hugging Face's collect what layers return, and would do so twice.
             Context().run(frame.run_under, proof, None if is_compiled(frame.layer) else again)
+    except NotReturnedError:
+        raise
     except torch.OutOfMemoryError as error:
         lacks, way.reason = not short, str(error)
     except OtherRunError as error:

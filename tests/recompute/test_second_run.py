@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import gc
+import sys
 import threading
 import time
 import types
@@ -1640,6 +1641,35 @@ def test_handing_over_that_gives_other_bits_is_seen_in_backward_where_memory_is_
     with offloaded(layers, lab, ADD):
         assert_same(expected, step(layers, x))
         way.now = True
+        for _ in range(2):
+            assert_same(expected, step(layers, x))
+
+
+@pytest.mark.parametrize("where", ["prove_all", "_hand_over"])
+@pytest.mark.usefixtures("no_room")
+def test_what_the_device_has_no_memory_for_after_a_proof_is_an_error(
+    where: str, lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else backward would read memory of the pool, which has it back."""
+    layers, x = functions(lambda x, w: (x + 1).sin() * w.mean(), lab)
+    expected, empty = step(layers, x), torch.empty
+
+    def refuse(*sizes: Any, **options: Any) -> torch.Tensor:
+        frame = sys._getframe(1)
+        if frame.f_code.co_name == "on_host" and options.get("device") is not None:
+            while frame.f_code.co_name not in ("prove_all", "_hand_over"):
+                frame = frame.f_back or frame
+            if frame.f_code.co_name == where:
+                raise torch.OutOfMemoryError("no memory is left")
+        return empty(*sizes, **options)
+
+    with offloaded(layers, lab, ADD):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", refuse)
+            with pytest.raises(
+                RuntimeError, match=r"the device has no memory for .* that a layer has saved, which were"
+            ):
+                step(layers, x)
         for _ in range(2):
             assert_same(expected, step(layers, x))
 
