@@ -178,6 +178,7 @@ class PreparedTraining(Handle, MemoryLeft):
         if self._weights is not None:
             self._weights.remove()
         self._removed = True
+        self.broken.end()
 
     # What is left for activations, as :class:`~offload.measuring.memory_left.MemoryLeft` has it.
 
@@ -203,6 +204,9 @@ class PreparedTraining(Handle, MemoryLeft):
 
     def found_left(self, nbytes: int) -> None:
         """All gradients are known, and where they are."""
+
+    def end(self) -> None:
+        """No microbatch follows by a plan of the activations; another plan may."""
 
     def more_after_step(self) -> bool:
         """Ask for another recipe, unless this one is chosen for just these activations."""

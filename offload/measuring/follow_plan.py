@@ -154,18 +154,19 @@ class FollowPlan(HookedLayers):
         self._times.remove()
         self._peak.stop()
         # No circles: who deletes the model now would wait for Python's collector to have its memory.
-        self._left = GivenMemory(self._budget, self._backend.device, (), None)
+        self._left, left = GivenMemory(self._budget, self._backend.device, (), None), self._left
         self._times.ended, self._times.layers, self._times.last, self._times.running = lambda: None, [], None, None
         for one in self._policies:
             one.is_short = lambda _: False
+        left.end()
 
     def _learning_policies(self) -> list[LayerPolicies]:
         return learning_policies(self._layers)
 
     def _is_short(self, nbytes: int) -> bool:
         """Whether the microbatch breaks the budget if it needs so much more now."""
-        before_bytes = self._gradient_bytes + self._times.before_bytes(self._inputs.elements)
-        return before_bytes + self._peak.now_bytes() + nbytes > (self._budget or self._left.device_bytes())
+        nbytes += self._peak.now_bytes() + self._gradient_bytes + self._times.before_bytes(self._inputs.elements)
+        return nbytes > (self._budget or self._left.device_bytes())
 
     def _recompute_all(self) -> None:
         self.context.follow(learning_schedule(len(self._layers)), self._policies)
@@ -211,11 +212,6 @@ class FollowPlan(HookedLayers):
         proofs, self._proofs = self._proofs, sum(one.proofs for one in self._policies)
         ran_twice = self._learn_costs() or proofs < self._proofs
         proved, self._proves = ran_twice or self._proves, False
-        most_bytes, broken = self._peak_bytes, self._left.broken
-        if self._stage == "timing":  # which tells what the learning microbatches were counted without
-            layers_bytes, elements = self._learning
-            most_bytes = max(most_bytes, layers_bytes + self._times.before_bytes(elements))
-        broken.over_bytes = max(broken.over_bytes, most_bytes - (self._budget or self._left.device_bytes()))
         if self._stage == "timing":
             self._end_timing(self._backend.mark())
         last, self._inputs = self._inputs, given_to(inputs)
@@ -230,7 +226,7 @@ class FollowPlan(HookedLayers):
                 self._costs.cover(self._inputs)
                 self._plan_for(self._costs.largest)
                 if followed is not None:  # lengths may grow from step to step
-                    broken.tell(self._left.asked_bytes(self._budget))
+                    self._left.broken.tell(self._left.asked_bytes(self._budget))
             elif self._watches and not proved and (largest := self.largest_plan) is not None:
                 self._keep_to_budget(largest, last)
         if isinstance(self._left, DeviceLeft) and not self.measures:
@@ -242,8 +238,7 @@ class FollowPlan(HookedLayers):
             # On the CPU, copies and compute share the cores: the times of some microbatches say little there.
             ready = self._backend.device.type != "cpu" and self._plan_at(size, largest) is largest
             ready = ready and all(one is None or one.proven for one in self.context.policies)
-            other = self._compare.begin_microbatch(self._inputs.elements, ready=ready)
-            if other is not None:
+            if (other := self._compare.begin_microbatch(self._inputs.elements, ready=ready)) is not None:
                 self._change_to(other)
         self._gradient_bytes = gradient_bytes
         largest = self.largest_plan
@@ -283,6 +278,11 @@ class FollowPlan(HookedLayers):
         if self._watches:
             most_bytes = self._times.most_bytes() if self._stage == "timing" else self._peak.most_bytes()
             self._peak_bytes = max(self._peak_bytes, most_bytes + before_bytes + self._gradient_bytes)
+        most_bytes, (layers_bytes, elements) = self._peak_bytes, self._learning
+        if self._stage == "timing":  # which tells what the learning microbatches were counted without
+            most_bytes = max(most_bytes, layers_bytes + self._times.before_bytes(elements))
+        left = self._budget or self._left.device_bytes()
+        self._left.broken.note(most_bytes - left, self._left.asked_bytes(left))
         if self._times.alone and self._peak.counts:
             self._left.found_left(self._peak.now_bytes() + (before_bytes if self._counted else 0))
 

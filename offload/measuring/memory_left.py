@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
+import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -28,13 +30,30 @@ AUTO_SHARE = 0.92  # of what the device has left: allocators need some room to c
 TOLERANCE = 0.02  # by what part of a budget a peak may be above it without a warning
 
 
-@dataclass
+@dataclass(eq=False)
 class BrokenBudget:
     """By how much microbatches broke a budget, and what the program was told of that."""
 
     spare_bytes: int = 0  # of the budget, what no plan uses: a microbatch that had them has not broken it
     over_bytes: float = -math.inf  # over what plans use
     told_bytes: float = 0.0
+    memory_budget: int = 0  # the one that was broken
+
+    def note(self, over_bytes: int, memory_budget: int) -> None:
+        """A microbatch has needed so much more than plans use."""
+        if over_bytes > self.over_bytes:
+            self.over_bytes, self.memory_budget = over_bytes, memory_budget
+            _noted.add(self)
+
+    def end(self) -> None:
+        """No microbatch follows: say what none has said."""
+        budget, over_bytes = self.memory_budget, self.over_bytes - self.spare_bytes
+        if over_bytes > self.told_bytes + TOLERANCE * budget:
+            self.told_bytes = math.inf
+            given, needed = format_bytes(budget), format_bytes(budget + round(over_bytes))
+            warn_caller(
+                f"memory_budget = {given} was broken: a microbatch needed {needed}. Give more if such ones do not fit."
+            )
 
     def tell(self, budget: int) -> None:
         """Say that the budget is kept to now, if it was broken, and by more than was told of."""
@@ -67,6 +86,15 @@ class BrokenBudget:
         self.told_bytes = math.inf
 
 
+_noted = weakref.WeakSet[BrokenBudget]()
+
+
+@atexit.register
+def _say_at_exit() -> None:
+    for one in _noted:
+        one.end()
+
+
 class MemoryLeft(Protocol):
     """What is left for activations of the memory that a whole training may use."""
 
@@ -88,6 +116,9 @@ class MemoryLeft(Protocol):
 
     def found_left(self, nbytes: int) -> None:
         """A microbatch has left so many bytes more than there were before it, gradients included."""
+
+    def end(self) -> None:
+        """No microbatch follows by this plan."""
 
     def asked_bytes(self, nbytes: int) -> int:
         """The ``memory_budget`` with which a step may need so many bytes."""
@@ -132,6 +163,9 @@ class GivenMemory(MemoryLeft):
     def found_left(self, nbytes: int) -> None:
         new_bytes = bytes_of_gradients(self._parameters, self._device) - self._begin_bytes
         self._others_bytes = max(self._others_bytes, nbytes - new_bytes)
+
+    def end(self) -> None:
+        self.broken.end()
 
     def _with_others(self, gradient_bytes: int) -> int:
         return gradient_bytes + self._others_bytes if gradient_bytes else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from functools import partial
 
@@ -51,6 +52,7 @@ class WatchedPlan(HookedLayers):
     def remove(self) -> None:
         super().remove()
         self._stop_watching()
+        self._broken.end()
 
     def _stop_watching(self) -> None:
         self._begins.remove()
@@ -86,8 +88,10 @@ class WatchedPlan(HookedLayers):
             self._left.found_left(self._memory.now_bytes() + (before_bytes if self._counted else 0))
         if self._learned != self._count_learned() or not self._has_counted:
             self._learning = max(self._learning, (most_bytes + gradient_bytes, elements))
+            self._broken.note(self._learning[0] + before_bytes - self._expected, self._expected)
             return
         self._peak_bytes = most_bytes + before_bytes + gradient_bytes
+        self._broken.note(self._peak_bytes - self._expected, self._expected)
         if not self._counted:
             self._asked = max(self._asked, self._now)
             return
@@ -104,9 +108,11 @@ class WatchedPlan(HookedLayers):
         """Say what the microbatches so far, of which the last one needed this, are to be told of; whether for good."""
         if peak_bytes <= (1 + TOLERANCE) * self._expected:
             learning_bytes, elements = self._learning
-            self._broken.over_bytes = learning_bytes + self._times.before_bytes(elements) - self._expected
+            before_bytes = self._times.before_bytes(elements)
+            self._broken.note(learning_bytes + before_bytes - self._expected, self._expected)
             self._broken.tell(self._expected)
             return False
+        self._broken.told_bytes = math.inf
         warn_caller(
             f"memory_budget = {format_bytes(self._plan.memory_budget)} was not met by the plan, which predicted "
             f"{format_bytes(self._plan.peak_bytes)}: a microbatch needed {format_bytes(peak_bytes)}; plan with a "

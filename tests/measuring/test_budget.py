@@ -1,17 +1,20 @@
 """A memory budget for layers: measured in the first rounds, planned, followed, and planned again where need be."""
 
 import logging
+import os
 import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lab import Lab
 from models import WIDTH, assert_same, build, gradients, leaves_of, step_gradients, through
+from scripts import NO_GPU, run_scripts
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -230,7 +233,7 @@ def test_what_is_saved_before_the_first_layer_counts_until_it_is_freed(
     def plan(*given: Any, **options: Any) -> offload.Plan:
         made = make_plan(*given, **options)
         some = LayerPolicy(frozenset(range(4)), frozenset(range(4)))
-        return replace(made, policies=[None, some, None, made.policies[3]]) if proves else made
+        return replace(made, policies=[None, some, None, LayerPolicy(frozenset((0, 1, 2, 3, 5)))]) if proves else made
 
     monkeypatch.setattr("offload.measuring.follow_plan.make_plan", plan)
     layers, _ = build("mlp", LAYERS, lab.device)
@@ -248,7 +251,8 @@ def test_what_is_saved_before_the_first_layer_counts_until_it_is_freed(
     with budgeted(layers, lab, budget) as handle, said as told:
         found = [(step(), handle.plan) for _ in range(6)]
     peaks, plans = zip(*found, strict=True)
-    assert peaks[0] > 1.02 * budget > max(peaks[1:])
+    # A busy machine's times may give a plan whose first microbatch needs more, as it runs layers twice.
+    assert peaks[0] > 1.02 * budget > max(peaks[1], *peaks[2 if proves else 3 :])
     assert f"a microbatch before needed {format_bytes(peaks[0])}:" in str(told[0].message)
     assert len({*plans[2:]}) == 1  # it is not planned again
 
@@ -438,7 +442,10 @@ def test_inputs_of_a_few_elements_are_planned(rows: int, lab: Lab) -> None:
     x = torch.randn(rows, 1, requires_grad=True)
     expected = step_gradients(layers, x)
 
-    with budgeted(layers, lab, round(0.7 * saved_bytes(layers, x, lab))) as handle:
+    said = pytest.warns(
+        UserWarning, match="was broken: a microbatch needed"
+    )  # one that learned, which runs layers twice
+    with said, budgeted(layers, lab, round(0.7 * saved_bytes(layers, x, lab))) as handle:
         for _ in range(6):
             assert_same(expected, step_gradients(layers, x))
         assert handle.state == "following"
@@ -659,7 +666,8 @@ def test_what_is_needed_outside_of_the_layers_is_taken_off(
     layers, x = build("decoder", LAYERS, lab.device)
     whole = saved_bytes(layers, x, lab)
     budget = 2 * whole
-    with budgeted(layers, lab, budget) as handle:
+    said = pytest.warns(UserWarning, match="was broken")  # nobody has said it of the plan's first microbatch
+    with said, budgeted(layers, lab, budget) as handle:
         peaks = Peaks(monkeypatch)
         peaks.are_those_of(handle, lab)
         step_gradients(layers, x)
@@ -819,6 +827,47 @@ def test_a_given_plan_whose_budget_longer_inputs_break_is_said_once(lab: Lab) ->
             step_peak(layers, x)
         step_peak(layers, x)
     assert f"a microbatch needed {format_bytes(longer_bytes)};" in str(told[0].message)
+
+
+ENDS = """
+import sys, torch, offload
+from torch import nn
+
+decides, ends = sys.argv[1:]
+layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4))
+x = torch.rand(64, 32)
+
+def step(times):
+    y = x
+    for layer in layers:
+        y = layer(y)
+    torch.cat([y] * times).square().mean().backward()
+    layers.zero_grad()
+
+options = {"min_bytes": 1, "device": "cpu"}
+if decides == "plan":
+    profile = offload.profile_layers(layers, lambda: step(1), regions=True, steps=1, **options)
+    options["plan"] = offload.plan(profile, "80KiB", offload.Link(1e9, 1e9, 1.5e9))
+else:
+    options["memory_budget"] = "160KiB"
+handle = offload.offload_layers(layers, **options)
+for times in (1, 40) if decides == "plan" else (1, 1, 40):
+    step(times)
+print("trained", flush=True)
+if ends == "removed":
+    handle.remove()
+"""
+
+
+@pytest.mark.slow
+def test_a_budget_that_the_last_microbatch_breaks_is_said_at_the_end(tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text(ENDS)
+    ways = [[decides, ends] for decides in ("memory_budget", "plan") for ends in ("removed", "exits")]
+    scripts = [[str(tmp_path / "ends.py"), *way] for way in ways]
+    for done in run_scripts(scripts, tmp_path, {**os.environ, **NO_GPU}):
+        before, after = done.output.split("trained")
+        assert "UserWarning" not in before
+        assert len(re.findall(r"memory_budget = .* KiB was broken: a microbatch needed .*iB\.", after)) == 1, after
 
 
 @pytest.mark.parametrize("stem", [nn.Identity(), Stem(saves_result=True)], ids=["layers", "a stem before them"])
