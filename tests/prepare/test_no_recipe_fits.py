@@ -8,15 +8,21 @@ import warnings
 import pytest
 import torch
 from models import assert_same
-from test_prepare import ALL_STREAMED, RESIDENT, STREAMED, WORDS, Model, adamw
+from test_prepare import ALL_STREAMED, PREPARED, RESIDENT, STREAMED, WORDS, Model, adamw
 
 import offload
 from offload.base.checks import parse_bytes
 from offload.planning.recipes import MARGIN, Recipe
 
+pytestmark = pytest.mark.slow
 MIB = 1 << 20
 TOKENS = 160
 BUDGET = 30 * MIB
+
+
+@pytest.fixture(autouse=True)
+def _begins_resident(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PREPARED, "FIRST_SHARE", 0.6)
 
 
 def train(
@@ -46,7 +52,6 @@ def train(
     return [one.detach() for one in model.parameters()], peaks, recipes, [str(one.message) for one in said]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("margin", "recipe"), [(MARGIN, STREAMED), (0.0, ALL_STREAMED)], ids=str)
 def test_the_recipe_that_needs_the_least_is_followed_and_what_would_fit_is_said(
     margin: float, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
@@ -71,7 +76,6 @@ def test_the_recipe_that_needs_the_least_is_followed_and_what_would_fit_is_said(
         assert not any("cannot be met" in line for line in said)
 
 
-@pytest.mark.slow
 def test_host_memory_that_would_do_is_said() -> None:
     _, _, recipes, [line] = train(40 * MIB, MIB)
     told = re.search(r"cannot be met, .* would fit, or with (.*) of host memory", line)
