@@ -1645,12 +1645,12 @@ def test_handing_over_that_gives_other_bits_is_seen_in_backward_where_memory_is_
             assert_same(expected, step(layers, x))
 
 
-@pytest.mark.parametrize("where", ["prove_all", "_hand_over"])
-@pytest.mark.usefixtures("no_room")
+@pytest.mark.parametrize(("where", "lacks"), [("prove_all", "no_room"), ("_hand_over", "full_device")])
 def test_what_the_device_has_no_memory_for_after_a_proof_is_an_error(
-    where: str, lab: Lab, monkeypatch: pytest.MonkeyPatch
+    where: str, lacks: str, lab: Lab, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """Else backward would read memory of the pool, which has it back."""
+    request.getfixturevalue(lacks)
     layers, x = functions(lambda x, w: (x + 1).sin() * w.mean(), lab)
     expected, empty = step(layers, x), torch.empty
 
