@@ -148,3 +148,8 @@ def test_equal_and_hashable_whatever_the_order_of_moves():
     b = Schedule.from_synchronization_dict({1: (True, 3, False, 2), 0: (True, 2, False, 1)}, 4)
     assert a == b
     assert hash(a) == hash(b)
+
+
+def test_of_reloads_at_one_point_the_one_that_backward_needs_first_comes_first() -> None:
+    schedule = Schedule(4, (Move(0, forward(2), backward(2)), Move(1, forward(3), backward(2))))
+    assert schedule.reloads(backward(2)) == (1, 0)
