@@ -26,7 +26,7 @@ _logger = logging.getLogger(__name__)
 
 UNMEASURED = 2  # so many microbatches of a plan are not measured: host memory is pinned, second runs are proven
 
-MEASURED = 2  # so many are; the shortest counts
+MEASURED = 4  # so many are; the shortest counts, as a host is busy now and then for longer than two
 
 MEASUREMENTS = 2
 """So often a plan is measured before it is followed for good: a host that is busy for a moment must not decide."""

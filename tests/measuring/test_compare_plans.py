@@ -37,9 +37,9 @@ def plan(step_s: float, host_s: float = 9.0) -> Any:
 
 
 def run(compare: ComparePlans, device: Device, took_s: dict[Any, float], plan: Any, elements: int = 100) -> list[Any]:
-    """The plans that twenty microbatches follow."""
+    """The plans that forty microbatches follow."""
     followed = []
-    for _ in range(20):
+    for _ in range(40):
         plan = compare.begin_microbatch(elements, ready=True) or plan
         followed.append(plan)
         device.now_s += took_s[id(plan)] * elements / 100
@@ -99,12 +99,26 @@ def test_a_host_that_is_busy_for_a_moment_does_not_decide() -> None:
     regions, device = now, Device()
     compare = ComparePlans(device)
     assert compare.best({Among.REGIONS: regions, Among.CHECKPOINTS: other}, 100) is regions
-    for number in range(20):
+    for number in range(40):
         now = compare.begin_microbatch(100, ready=True) or now
-        device.now_s += 1.25 if now is other else 1.35 if number < 5 else 1.0
+        device.now_s += 1.25 if now is other else 1.35 if number < 7 else 1.0
         compare.end_backward(ran_all=True)
     assert now is regions
     assert not compare.measures
+
+
+def test_a_few_slow_microbatches_say_nothing_of_a_plan() -> None:
+    """Of those that are measured, the shortest counts."""
+    now, other = plan(1.0), plan(1.2)
+    device, followed = Device(), []
+    compare = ComparePlans(device)
+    assert compare.best({Among.REGIONS: now, Among.CHECKPOINTS: other}, 100) is now
+    for _ in range(40):
+        now = compare.begin_microbatch(100, ready=True) or now
+        followed.append(now)
+        device.now_s += 1.5 if now is not other else 2.0 if followed.count(other) < 6 else 1.2
+        compare.end_backward(ran_all=True)
+    assert now is other
 
 
 def test_small_microbatches_are_not_measured() -> None:
