@@ -13,7 +13,7 @@ import torch
 from benchmarks.instruments import Row, Step, attempt, give_memory_back, metered, pinned_by_torch, timed
 from benchmarks.models import Model
 
-SETTLES = 34
+SETTLES = 46
 """Steps until plans were compared: not timed, as a training run has thousands after them."""
 
 
