@@ -165,8 +165,7 @@ class FollowPlan(HookedLayers):
 
     def _is_short(self, nbytes: int) -> bool:
         """Whether the microbatch breaks the budget if it needs so much more now."""
-        nbytes += self._peak.now_bytes() + self._gradient_bytes + self._times.before_bytes(self._inputs.elements)
-        return nbytes > (self._budget or self._left.device_bytes())
+        return self._peak.now_bytes() + self._gradient_bytes + nbytes > (self._budget or self._left.device_bytes())
 
     def _recompute_all(self) -> None:
         self.context.follow(learning_schedule(len(self._layers)), self._policies)
