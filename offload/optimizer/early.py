@@ -40,6 +40,10 @@ host, to which that is added; and the weights on the device, where they are upda
 """
 
 
+norms_are_logged: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers of trainers that clip nothing, and log the norm of what gradients there are: freed ones are ``None``."""
+
+
 class FreedGradient(torch.Tensor):
     """In ``parameter.grad`` until ``optimizer.step()``, if the gradient was freed: what computes with it raises.
 
@@ -283,7 +287,7 @@ class BackwardSteps:
             while self._flights:
                 self._land()
             self.stepper.torn = ""
-            for parameter, gradient in self._seen.items():
+            for parameter, gradient in self._seen.items() if self.stepper.optimizer not in norms_are_logged else ():
                 if gradient is None and parameter.grad is None:
                     parameter.grad = FreedGradient(parameter)
 
