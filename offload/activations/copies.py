@@ -162,6 +162,10 @@ class Transfers:
             self._batch = CopyBatch(self._batches)
         return self._batch, host
 
+    def has_pinned(self, nbytes: int) -> bool:
+        """Whether the limit allows to lend so much pinned memory."""
+        return self.max_host_bytes is None or self.pool.used_bytes + nbytes <= self.max_host_bytes
+
     @contextmanager
     def lend(self, sizes: Sequence[int]) -> Iterator[list[torch.UntypedStorage]]:
         """Host memory of these sizes, pinned if there is so much: else copies take ten times as long, and more."""

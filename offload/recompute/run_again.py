@@ -223,14 +223,18 @@ class Frame:
             self.state.as_in(self.before),
             mode or nullcontext(),
         ):
-            try:  # an interrupt may come before the next line
-                push_hooks(check.pack, lambda tensor: tensor)
-                check.first_node = next_node()
-                call(*args, **kwargs)
-            except AllThereError:
-                pass
-            finally:
-                pop_hooks(check.pack)
+            try:
+                try:  # an interrupt may come before the next line
+                    push_hooks(check.pack, lambda tensor: tensor)
+                    check.first_node = next_node()
+                    call(*args, **kwargs)
+                except AllThereError:
+                    pass
+                finally:
+                    pop_hooks(check.pack)
+            except BaseException:
+                pop_hooks(check.pack)  # an interrupt may have come before they were off
+                raise
         check.end()
 
 

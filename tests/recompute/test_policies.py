@@ -253,7 +253,7 @@ def test_where_memory_is_short_second_runs_are_compared_in_backward(
     request.getfixturevalue(room)
     layers, x = build("decoder", LAYERS, lab.device)
     without = count_in_backward(layers, x)["mm"]
-    with offloaded(layers, lab, {"*mm": "keep", "*": "recompute"}):
+    with offloaded(layers, lab, {"*mm": "keep", "*": "recompute"}, max_host_bytes=4096):
         step_gradients(layers, x)
         assert count_in_backward(layers, x)["mm"] == without + 5 * LAYERS
         assert count_in_backward(layers, x)["mm"] == without

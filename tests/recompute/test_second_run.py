@@ -1638,7 +1638,7 @@ def test_handing_over_that_gives_other_bits_is_seen_in_backward_where_memory_is_
     unplanned.add("handing over gave other bits")
     layers, x = functions(function, lab)
     expected = step(layers, x)
-    with offloaded(layers, lab, ADD):
+    with offloaded(layers, lab, ADD, max_host_bytes=4096):
         assert_same(expected, step(layers, x))
         way.now = True
         for _ in range(2):
