@@ -162,9 +162,14 @@ class Transfers:
             self._batch = CopyBatch(self._batches)
         return self._batch, host
 
-    def has_pinned(self, nbytes: int) -> bool:
-        """Whether the limit allows to lend so much pinned memory."""
-        return self.max_host_bytes is None or self.pool.used_bytes + nbytes <= self.max_host_bytes
+    def spares_device(self, nbytes: int) -> bool:
+        """Whether so much is to be lent where the device is short of memory.
+
+        A budget of the CPU has no byte to spare, and copies are cheap. On an accelerator they are not, and plans leave
+        its allocator some bytes.
+        """
+        within = self.max_host_bytes is None or self.pool.used_bytes + nbytes <= self.max_host_bytes
+        return self.backend.device.type == "cpu" and within
 
     @contextmanager
     def lend(self, sizes: Sequence[int]) -> Iterator[list[torch.UntypedStorage]]:

@@ -107,7 +107,7 @@ class RegionSet(ActivationSet):
             if self._proves and way.can_repeat_all:
                 # What is saved is held until forward has ended, and is on the host or beside a second run then. Where
                 # memory is too short for that, two second runs are compared in backward.
-                times = 1 if self.transfers.has_pinned(way.saved_bytes) else 2
+                times = 1 if self.transfers.spares_device(way.saved_bytes) else 2
                 if policies.is_short(times * way.saved_bytes):
                     self._proves, frame.unproven = False, partial(self._told_in_backward, way, way.replay)
             if self._proves:
@@ -374,8 +374,8 @@ class RegionSet(ActivationSet):
     def _prove(self, frame: Frame, way: Way, originals: list[torch.Tensor], *, again: bool = False) -> bool:
         """Run the layer again as in backward, and compare what was dropped; where it differs, run all operations.
 
-        Where both memories are short, backward compares two second runs instead: then the result is ``False``. What was
-        just learned is proven ``again`` in the next microbatch.
+        Where memory is short, backward compares two second runs instead: then the result is ``False``. What was just
+        learned is proven ``again`` in the next microbatch.
         """
         same = len(originals) == len(way.nodes) or way.trace.zone >= 0
         same = same and frame.nodes[: way.limit] == way.nodes[: way.limit]
@@ -386,7 +386,7 @@ class RegionSet(ActivationSet):
             for tensor, expected in zip(originals, way.expected[: way.limit], strict=False)
         )
         hands_over, short = frame.replay.hands_over, self._is_short(originals)
-        if same and hands_over and short and way.can_repeat_all and not self.transfers.has_pinned(way.saved_bytes):
+        if same and hands_over and short and way.can_repeat_all and not self.transfers.spares_device(way.saved_bytes):
             frame.unproven = partial(self._told_in_backward, way, way.replay, again=again)
             return False
         self._policies.proofs += 1
