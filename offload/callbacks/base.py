@@ -14,7 +14,6 @@ from offload.base.checks import parse_bytes
 from offload.base.find_layers import find_layers
 from offload.base.layer_events import Handle
 from offload.offload_layers import check_choice
-from offload.optimizer.early import norms_are_logged
 
 LOGGED = ("offloaded_bytes", "wasted_bytes", "peak_resident_bytes", "pinned_bytes", "late_reloads", "stall_s")
 
@@ -73,7 +72,6 @@ class WhileTraining(Handle):
                 f"step_in_backward must be False where the trainer clips gradients, got both, at {clips_at}; leave it "
                 "out, or train with max_grad_norm=0 (Trainer) or without gradient_clip_val (Lightning)."
             )
-        norms_are_logged.update(optimizers)
         options = {"device": device, "layers": self._layers, **self._options}
         self.handle = offload.prepare(model, *optimizers, **options)
 

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from offload.callbacks.base import WhileTraining
+from offload.optimizer.early import norms_are_logged
 
 
 class OffloadCallback(WhileTraining, TrainerCallback):
@@ -45,6 +46,8 @@ class OffloadCallback(WhileTraining, TrainerCallback):
             )
         plain = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
         self.attach(model, plain, device=args.device, clips_at=args.max_grad_norm)
+        if plain is not None:
+            norms_are_logged.add(plain)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, logs: dict[str, float], **_: Any
@@ -53,5 +56,15 @@ class OffloadCallback(WhileTraining, TrainerCallback):
             for entry in (logs, state.log_history[-1]):  # the history's entry is made before callbacks are called
                 entry.update(self.metrics())
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        **_: Any,
+    ) -> None:
         self.remove()
+        if optimizer is not None:
+            norms_are_logged.discard(getattr(optimizer, "optimizer", optimizer))

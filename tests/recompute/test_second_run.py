@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import offload
+from offload.recompute import run_again
 from offload.recompute.run_again import HandOver
 
 pytestmark = pytest.mark.usefixtures("recomputes")
@@ -1471,7 +1472,7 @@ def test_a_kept_result_that_forward_overwrites_before_it_is_saved(lab: Lab) -> N
 
 
 def test_a_kept_result_that_forward_overwrites_after_it_is_saved(lab: Lab, unplanned: set[str]) -> None:
-    """Autograd refuses to read it, and the loss does not ask for that: it is computed again."""
+    """Autograd refuses to read it, and the loss does not ask for that: it is recomputed."""
     unplanned.add("comes out with other bits")
 
     def function(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
@@ -1682,6 +1683,27 @@ def test_what_a_second_run_is_compared_with_need_not_be_pinned(lab: Lab) -> None
     with offloaded(layers, lab, max_host_bytes=4096) as handle:
         assert_same(expected, step(layers, x))
         assert handle.stats().pinned_bytes <= 4096
+        assert "recompute" in handle.regions(0).values()
+
+
+def test_an_interrupt_leaves_no_hooks_of_a_second_run(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it comes before they are taken off: all later layers would be seen by them."""
+    layers, x = build("decoder", LAYERS, lab.device)
+    expected = step(layers, x)
+    take_off, calls = run_again.pop_hooks, []
+
+    def interrupted(pack: Any) -> None:
+        calls.append(pack)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        take_off(pack)
+
+    monkeypatch.setattr(run_again, "pop_hooks", interrupted)
+    with offloaded(layers, lab) as handle:
+        with pytest.raises(KeyboardInterrupt):
+            step(layers, x)
+        for _ in range(2):
+            assert_same(expected, step(layers, x))
         assert "recompute" in handle.regions(0).values()
 
 
