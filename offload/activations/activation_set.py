@@ -62,8 +62,7 @@ class Saved(dict[int, "weakref.ref[SavedStorage]"]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.operation: list[tuple[weakref.ref[SavedStorage], ActivationSet]] = []
-        """The storages that the operation at work has saved, and the set that each was saved for."""
+        self.operation: list[weakref.ref[SavedStorage]] = []  # what the operation at work has saved, for one set
         self.stream: Stream | None = None  # where its kernels are queued, which the operation after it need not use
         self.node = -1  # the number of autograd's next node, which grows with each operation that saves anything
         watched[id(self)] = self
@@ -114,17 +113,13 @@ class ActivationSet:
         if self.has_hooks:
             pop_hooks(self.packing or self.pack)
 
-    def close(self, *, in_operation: bool = False) -> None:
-        """End of the layer's forward: from now on only the graph's handles keep the set alive.
-
-        With ``in_operation``, the operation that saved last may go on, with another set.
-        """
+    def close(self) -> None:
+        """End of the layer's forward: from now on only the graph's handles keep the set alive."""
         self.alive = None
         self._early = ()
         if self._small and self.state is not RESIDENT:
             self.transfers.skipped[SMALL] += self._small
-        if not in_operation:
-            self._end_operation()
+        self._end_operation()
         if self.state is OFFLOADING:
             self.transfers.end_batch()
 
@@ -169,7 +164,7 @@ class ActivationSet:
             operation = known.operation
             if not operation:
                 known.node, known.stream = next_node(), self.transfers.backend.compute_stream()
-            operation.append((weakref.ref(storage), self))
+            operation.append(weakref.ref(storage))
             if len(operation) == len(self._storages) == 1 and tensor.grad_fn is not None:
                 # An input of the operation: written before it. Around a checkpoint that is all that the layer saves,
                 # and its copy would only begin when the layer ends.
@@ -208,27 +203,19 @@ class ActivationSet:
         known = self._known
         saved, known.operation = known.operation, []
         ready: Event | None = None
-        moving: ActivationSet | None = None
-        for reference, owner in saved:
+        for reference in saved:
             storage = reference()
             if storage is None or known.stream is None:
                 continue
-            if ready is None and not owner._stays:
+            if ready is None and not self._stays:
                 ready = known.stream.record_event()
             if storage.ready is None:  # in layers that are kept there is no event, until a later layer saves it too
                 storage.ready = ready
-            if moving is not None and owner is not moving:
-                self.transfers.end_batch()  # else the release of the one would wait for copies of the other
-            moving = owner
-            if storage.layer != owner.layer:
-                continue  # a later set has taken the storage over, and is an owner of it as well
-            if owner.state is OFFLOADING:
+            if self.state is OFFLOADING:
                 storage.start_offload()
-            elif owner.state is OFFLOADED:  # the release came in the midst of the operation
+            elif self.state is OFFLOADED:  # the release came in the midst of the operation
                 storage.start_offload()
-                owner._let_go([storage])
-        if moving is not None and moving.alive is None:
-            self.transfers.end_batch()  # that set has saved all, and is not going to end the batch itself
+                self._let_go([storage])
 
     # The three verbs, with the names of the manual synchronizer's calls in errors.
 

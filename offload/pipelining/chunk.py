@@ -23,7 +23,7 @@ from offload.activations.module_hooks import OffloadListener
 from offload.activations.round import Round
 from offload.activations.what_moves import offloaded_parts
 from offload.base.layer_events import Attachment, LayerCall, check_layers
-from offload.base.torch_private import pop_hooks, push_hooks
+from offload.base.torch_private import next_node, pop_hooks, push_hooks
 from offload.recompute.layer_policies import LayerPolicies
 from offload.recompute.policies import OFFLOAD, Policy
 
@@ -31,8 +31,9 @@ from offload.recompute.policies import OFFLOAD, Policy
 class ChunkParts:
     """A chunk whose parts are equal shares of its bytes; as a context manager it surrounds the chunk's forward.
 
-    A part begins when the part before has saved ``part_bytes``, and backward reaches the parts from the last to the
-    first. The round holds all chunks of this step, numbered in the order of forwards.
+    A part ends with the operation that fills it, as what one operation saves may share memory: the parts up to there
+    have ``part_bytes`` each. Backward reaches the parts from the last to the first. The round holds all chunks of this
+    step, numbered in the order of forwards.
     """
 
     def __init__(self, microbatch: Round, number: int, parts: int, part_bytes: float = math.inf) -> None:
@@ -41,28 +42,31 @@ class ChunkParts:
         self._first_layer = number * parts
         self._part_bytes = part_bytes
         self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-        self._nbytes: list[int] = []  # of each storage that was saved
+        self._nbytes: list[int] = []  # that each operation has saved
+        self._node = -1  # the number of autograd's next node, which grows with each operation
         self._part = -1  # the part whose forward began last
         self._open: ActivationSet | None = None
         self._reached = parts
 
     def saved(self) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
         """As :class:`StageProfile` has them: ``tensors``, ``kept_bytes`` and ``layers``."""
-        return tuple(self._nbytes), 0, ()
+        return tuple(filter(None, self._nbytes)), 0, ()
 
     def pack(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """The pack hook; what it returns, the unpack hook calls."""
         if self._open is None:
             raise RuntimeError("a part's hooks were called outside of its forward; please report this.")
-        packed = partial(self._unpack, self._part, (self._open.packing or self._open.pack)(tensor))
+        if self._node != (node := next_node()):
+            while self._part < self.parts - 1 and sum(self._nbytes) >= (self._part + 1) * self._part_bytes:
+                self._open.close()
+                self._open = self._begin_part(self._part + 1)
+            self._node = node
+            self._nbytes.append(0)
         for storage in (one.untyped_storage() for one in offloaded_parts(tensor, self._round.rules)):
             if storage not in self._seen:
                 self._seen.add(storage)
-                self._nbytes.append(storage.nbytes())
-        while self._part < self.parts - 1 and sum(self._nbytes) >= (self._part + 1) * self._part_bytes:
-            self._open.close(in_operation=True)
-            self._open = self._begin_part(self._part + 1)
-        return packed
+                self._nbytes[-1] += storage.nbytes()
+        return partial(self._unpack, self._part, (self._open.packing or self._open.pack)(tensor))
 
     def _unpack(self, part: int, handle: SavedHandle) -> torch.Tensor:
         self.reach(part)

@@ -39,10 +39,10 @@ class StageProfile:
     backward_s: float = 2.0  #: Compute seconds of its backward, or of the half for the inputs.
     weight_s: float = 0.0  #: Compute seconds of the half for the weights, where the schedule splits the backward.
     saved_bytes: int = 1  #: Bytes of its activation set that may be offloaded.
-    tensors: tuple[int, ...] = ()  #: The bytes of each tensor in the order of saving; any size if left out.
+    tensors: tuple[int, ...] = ()  #: What each operation saves, or each tensor, in their order; any size if left out.
     weight_bytes: int = 0  #: Bytes beside the set that the half for the inputs leaves for the half for the weights.
     kept_bytes: int = 0  #: Bytes beside the set that are kept until backward.
-    layers: tuple[int, ...] = ()  #: How many of the tensors each layer saves, if each layer is a part.
+    layers: tuple[int, ...] = ()  #: How many of these each layer saves, if each layer is a part.
 
     def __post_init__(self) -> None:
         vars(self).update(tensors=tuple(self.tensors), layers=tuple(self.layers))
@@ -53,7 +53,7 @@ class StageProfile:
             raise ValueError(f"tensors must add up to saved_bytes = {self.saved_bytes}, got {sum(self.tensors)}")
 
     def cut(self, parts: int) -> list[LayerProfile]:
-        """Cut the set into parts: layers, or about equal sizes, where a part ends with the tensor that fills it."""
+        """Cut the set into parts: layers, or about equal sizes, where a part ends with the operation that fills it."""
         found: list[list[int]] = [[] for _ in range(parts)]
         so_far = accumulate(self.tensors, initial=0)
         filled = [min(nbytes * parts // (self.saved_bytes or 1), parts - 1) for nbytes in so_far]

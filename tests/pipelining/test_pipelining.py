@@ -169,6 +169,29 @@ def test_parts_end_with_the_tensor_that_fills_them():
     assert (plan.peak_bytes_without, plan.peak_bytes) == (200, 140)
 
 
+class Square(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = (nn.Linear(pipeline_worker.WIDTH, pipeline_worker.WIDTH) for _ in range(2))
+
+    def forward(self, x):
+        y = self.up(x)
+        return self.down(y * y)
+
+
+@pytest.mark.usefixtures("_group")
+def test_an_operation_that_fills_a_part_saves_all_its_tensors_there():
+    stage = PipelineStage(Square(), 0, 1, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, 4, loss_fn=pipeline_worker.loss_of)
+    expected = step(schedule, stage)
+    nbytes = 4 * pipeline_worker.ROWS * pipeline_worker.WIDTH
+    profile = {0: StageProfile(saved_bytes=2 * nbytes, tensors=(nbytes, nbytes))}
+    with attach(schedule, profile=profile, parts=2, memory_budget=4 * nbytes) as handle:
+        assert same(step(schedule, stage), expected)
+    assert handle.plan.schedule.offloaded_layers == (0, 2, 4, 5, 6, 7)
+    assert handle.stats().offloaded_bytes == handle.stats().reloaded_bytes == handle.plan.offloaded_bytes
+
+
 def test_the_seconds_of_weights_count_as_time_to_copy():
     actions = ["1F0", "2F0", "2I0", "2W0", "2F1", "2I1", "2W1", "1B0"]
     costs = {1: StageProfile(1.0, 2.0, 0.0, 4), 2: StageProfile(1.0, 1.0, 6.0, 0)}
