@@ -178,7 +178,7 @@ class PreparedTraining(Handle, MemoryLeft):
         if self._weights is not None:
             self._weights.remove()
         self._removed = True
-        self.broken.end()
+        self.broken.tell()
 
     # What is left for activations, as :class:`~offload.measuring.memory_left.MemoryLeft` has it.
 
@@ -291,8 +291,8 @@ class PreparedTraining(Handle, MemoryLeft):
 
     def _end_activations(self) -> None:
         """The layers are to be measured again. Say so if the budget was broken since they were measured before."""
-        if not self._too_large:  # else nobody knows whether it is kept to from here on
-            self.broken.tell(self._plan.memory_budget)
+        if not self._too_large:  # else the recipes that follow may break it, too
+            self.broken.tell()
         if self._activations is not None:
             self._activations.remove()
             self._activations = None

@@ -225,7 +225,7 @@ class FollowPlan(HookedLayers):
                 self._costs.cover(self._inputs)
                 self._plan_for(self._costs.largest)
                 if followed is not None:  # lengths may grow from step to step
-                    self._left.broken.tell(self._left.asked_bytes(self._budget))
+                    self._left.broken.tell()
             elif self._watches and not proved and (largest := self.largest_plan) is not None:
                 self._keep_to_budget(largest, last)
         if isinstance(self._left, DeviceLeft) and not self.measures:
@@ -325,7 +325,7 @@ class FollowPlan(HookedLayers):
             self._left.broken.warn_of_peak(self._as_asked(self._budget), tried, self._as_asked(self._peak_bytes))
             self._said, self._watches = True, not (self._peak.costs_time and self._ran_all)
         else:
-            self._left.broken.tell(self._left.asked_bytes(self._budget))
+            self._left.broken.tell()
             grown = max(0.0, self._planned[()] / inputs.elements - 1) * (self._peak_bytes - self._gradient_bytes)
             largest_fits = not smaller and over + grown <= TOLERANCE * self._budget  # if all grows with the inputs
             if largest_fits and self._ran_all and self._gradient_bytes >= self._planned_gradients:

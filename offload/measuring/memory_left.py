@@ -45,25 +45,16 @@ class BrokenBudget:
             self.over_bytes, self.memory_budget = over_bytes, memory_budget
             _noted.add(self)
 
-    def end(self) -> None:
-        """No microbatch follows: say what none has said."""
+    def tell(self) -> None:
+        """Say that the budget was broken, if it was, and by more than was told of."""
         budget, over_bytes = self.memory_budget, self.over_bytes - self.spare_bytes
         if over_bytes > self.told_bytes + TOLERANCE * budget:
-            self.told_bytes = math.inf
-            given, needed = format_bytes(budget), format_bytes(budget + round(over_bytes))
-            warn_caller(
-                f"memory_budget = {given} was broken: a microbatch needed {needed}. Give more if such ones do not fit."
-            )
-
-    def tell(self, budget: int) -> None:
-        """Say that the budget is kept to now, if it was broken, and by more than was told of."""
-        if (over_bytes := self.over_bytes - self.spare_bytes) > self.told_bytes + TOLERANCE * budget:
             self.told_bytes = over_bytes
             given, needed = format_bytes(budget), format_bytes(budget + round(over_bytes))
             warn_caller(
-                f"memory_budget = {given} is kept to from here on, but a microbatch before needed {needed}: its layers "
-                "were learned, which runs them twice, or its inputs were larger than all before, or its plan was too "
-                "tight. Give more if such microbatches do not fit."
+                f"memory_budget = {given} was broken: a microbatch needed {needed}, as its layers were learned, which "
+                "runs them twice, or its inputs were larger than all before, or its plan was too tight. Give more if "
+                "such microbatches do not fit."
             )
 
     def warn_of_peak(self, budget: str, tried: str, needed: str) -> None:
@@ -92,7 +83,7 @@ _noted = weakref.WeakSet[BrokenBudget]()
 @atexit.register
 def _say_at_exit() -> None:
     for one in _noted:
-        one.end()
+        one.tell()
 
 
 class MemoryLeft(Protocol):
@@ -165,7 +156,7 @@ class GivenMemory(MemoryLeft):
         self._others_bytes = max(self._others_bytes, nbytes - new_bytes)
 
     def end(self) -> None:
-        self.broken.end()
+        self.broken.tell()
 
     def _with_others(self, gradient_bytes: int) -> int:
         return gradient_bytes + self._others_bytes if gradient_bytes else 0

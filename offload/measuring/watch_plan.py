@@ -52,7 +52,7 @@ class WatchedPlan(HookedLayers):
     def remove(self) -> None:
         super().remove()
         self._stop_watching()
-        self._broken.end()
+        self._broken.tell()
 
     def _stop_watching(self) -> None:
         self._begins.remove()
@@ -110,7 +110,7 @@ class WatchedPlan(HookedLayers):
             learning_bytes, elements = self._learning
             before_bytes = self._times.before_bytes(elements)
             self._broken.note(learning_bytes + before_bytes - self._expected, self._expected)
-            self._broken.tell(self._expected)
+            self._broken.tell()
             return False
         self._broken.told_bytes = math.inf
         warn_caller(

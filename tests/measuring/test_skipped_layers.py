@@ -117,7 +117,7 @@ def test_everything_is_recomputed_if_the_plans_break_a_budget_that_the_measured_
         for _ in range(3):
             step(layers, x, ALL)
         step(layers, x, ALL, outside_bytes=2 * budget)
-        with pytest.warns(UserWarning, match="kept to from here on"):
+        with pytest.warns(UserWarning, match="was broken"):
             peaks = [step(layers, x, ALL)[1] for _ in range(4)]
         assert "is met by no plan" in caplog.text
         assert handle.state == "following"

@@ -86,7 +86,7 @@ def test_measured_steps_tell_what_sizes_do_not(
     caplog.set_level(logging.INFO, "offload.prepared")
     monkeypatch.setattr("offload.measuring.in_pieces.LOGIT_BYTES", 0)
     expected, _, _ = train(llama(), None)
-    with pytest.warns(UserWarning, match=WARNING), pytest.warns(UserWarning, match="but a microbatch before needed 2"):
+    with pytest.warns(UserWarning, match=WARNING), pytest.warns(UserWarning, match="was broken: a microbatch needed 2"):
         found, _, prepared = train(llama(), 12 << 20)
     assert found == pytest.approx(expected, rel=1e-5)
     assert [one.partition(" of ")[0] for one in prepared.plan.in_pieces] == [LOSS]
