@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from offload.callbacks.base import WhileTraining
-from offload.optimizer.early import norms_are_logged
+from offload.optimizer.early import norms_logged_by
+
+if (logs_norm := getattr(Trainer, "_get_grad_norm", None)) is not None:  # clips nothing; older ones have no such log
+    norms_logged_by.add(logs_norm.__code__)
 
 
 class OffloadCallback(WhileTraining, TrainerCallback):
@@ -46,8 +49,6 @@ class OffloadCallback(WhileTraining, TrainerCallback):
             )
         plain = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
         self.attach(model, plain, device=args.device, clips_at=args.max_grad_norm)
-        if plain is not None:
-            norms_are_logged.add(plain)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, logs: dict[str, float], **_: Any
@@ -56,15 +57,5 @@ class OffloadCallback(WhileTraining, TrainerCallback):
             for entry in (logs, state.log_history[-1]):  # the history's entry is made before callbacks are called
                 entry.update(self.metrics())
 
-    def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        optimizer: torch.optim.Optimizer | None = None,
-        **_: Any,
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.remove()
-        if optimizer is not None:
-            norms_are_logged.discard(getattr(optimizer, "optimizer", optimizer))

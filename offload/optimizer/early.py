@@ -14,9 +14,9 @@ import logging
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from functools import partial
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -40,8 +40,8 @@ host, to which that is added; and the weights on the device, where they are upda
 """
 
 
-norms_are_logged: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""Optimizers of trainers that clip nothing, and log the norm of what gradients there are: freed ones are ``None``."""
+norms_logged_by: set[CodeType] = set()
+"""Code of trainers that takes the norm of all gradients for a log: freed ones are zero there."""
 
 
 class FreedGradient(torch.Tensor):
@@ -55,7 +55,12 @@ class FreedGradient(torch.Tensor):
         return make_wrapper(cls, parameter.shape, dtype=gradient_dtype(parameter), device=parameter.device)
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, *_: Any) -> Any:
+    def __torch_dispatch__(cls, function: Any, *given: Any) -> Any:
+        if norms_logged_by and _caller(norms_logged_by) is not None:
+            if function is torch.ops.aten.mul_.Tensor:  # by 1
+                return given[1][0]
+            if function is torch.ops.aten.linalg_vector_norm.default:
+                return torch.zeros((), device=given[1][0].device)
         raise RuntimeError(
             "a parameter must get one gradient in each step if in_backward=True, and gradients must be final then, but "
             f"{function} was called with one that was stepped with and freed; leave in_backward (in prepare: "
@@ -287,7 +292,7 @@ class BackwardSteps:
             while self._flights:
                 self._land()
             self.stepper.torn = ""
-            for parameter, gradient in self._seen.items() if self.stepper.optimizer not in norms_are_logged else ():
+            for parameter, gradient in self._seen.items():
                 if gradient is None and parameter.grad is None:
                     parameter.grad = FreedGradient(parameter)
 
@@ -300,12 +305,16 @@ def _drop_freed(parameters: Iterable[torch.Tensor]) -> None:
 
 def _scaler_steps() -> bool:
     """Whether a ``GradScaler`` calls ``optimizer.step()``. Its division of the gradients changes no version."""
+    frame = _caller({torch.amp.GradScaler.step.__code__})
+    return frame is not None and frame.f_locals["self"].is_enabled()
+
+
+def _caller(codes: Container[CodeType]) -> FrameType | None:
+    """The innermost call of one of these functions."""
     frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code is torch.amp.GradScaler.step.__code__ and frame.f_locals["self"].is_enabled():
-            return True
+    while frame is not None and frame.f_code not in codes:
         frame = frame.f_back
-    return False
+    return frame
 
 
 def _refuse_ddp(parameters: Iterable[torch.Tensor]) -> None:
