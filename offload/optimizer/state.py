@@ -256,7 +256,7 @@ class StateStore:
         """Whether a state tensor is as it is wanted, in the pool or on the device."""
         if (value.dtype, value.shape, value.stride()) != (like.dtype, like.shape, like.stride()):
             return False
-        pooled = value.data_ptr() in _pooled
+        pooled = value.untyped_storage() in _pooled
         here = value.device == self._backend.device and not value.is_inference()
         return (here and not pooled) if state.resident else pooled
 
@@ -330,7 +330,7 @@ class StateStore:
         device = parameter.device if self._states[parameter].on_host else self._backend.device
         narrowed = self.state_dtype and value.ndim and value.is_floating_point()
         dtype = parameter.dtype if narrowed else value.dtype
-        if value.dtype is dtype and value.device == device and value.data_ptr() not in _pooled:
+        if value.dtype is dtype and value.device == device and value.untyped_storage() not in _pooled:
             return value
         return torch.empty_like(value, dtype=dtype, device=device).copy_(value)
 
@@ -350,15 +350,14 @@ class StateStore:
         for (state, key, like), buffer in zip(host, buffers, strict=True):
             memory = own_storage(buffer.pieces[0]).untyped_storage()
             weakref.finalize(memory, _give_back, pool, buffer, self._backend).atexit = False
-            _pooled.add(memory.data_ptr())
+            _pooled.add(memory)
             state.homes[key] = torch.empty(0, dtype=like.dtype).set_(memory, 0, like.shape, like.stride())
             self.counters["host_bytes"] += like.nbytes
 
 
-_pooled: set[int] = set()  # where homes begin that are in a pool
+_pooled = weakref.WeakSet[torch.UntypedStorage]()  # the memory of homes that are in a pool
 
 
 def _give_back(pool: HostPool, buffer: HostBuffer, backend: Backend) -> None:
     """Nobody holds the home any more; copies may still run."""
-    _pooled.discard(buffer.pieces[0].data_ptr())
     pool.give(buffer, *(stream.record_event() for stream in backend.copy_streams))
