@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from offload.activations.handles import SavedHandle
 from offload.activations.saved_storage import give_up_resized
 from offload.activations.what_moves import exclude
-from offload.base.torch_private import counting_versions, in_backward, is_traced, patch_once, without_modes
+from offload.base.torch_private import counting_versions, is_traced, patch_once, without_modes
 
 opened: list[Any] = []
 """Of the layers whose forward runs now, innermost last: the activation set, or what measures the layer. Each has
@@ -50,7 +50,7 @@ def _see(arguments: Sequence[object]) -> None:
 
 
 def _takes() -> bool:
-    return bool(opened) and not (in_backward() or is_traced())
+    return bool(opened) and not is_traced()
 
 
 def _owns(pack: object) -> bool:
