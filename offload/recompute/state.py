@@ -243,6 +243,8 @@ class LayerState:
                     return f"forward writes into {name}"
                 self._cloned.append(place)
                 before[1][number] = clones[address]
+            elif not isinstance(value, torch.Tensor) and any(_address(one) in clones for one in tensors_in(value)):
+                return f"forward writes into a tensor in {name}"
             elif now.get(place, self) is not value and isinstance(value, torch.Tensor) and value.grad_fn is not None:
                 if was_read(value):
                     return f"forward reads and replaces {name}"
