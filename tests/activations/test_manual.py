@@ -255,6 +255,38 @@ def test_named_microbatches_in_any_order(layers, inputs):
     assert context.stats().late_reloads == 0
 
 
+def test_what_a_layer_that_nobody_moves_has_saved_as_well_is_kept(inputs):
+    """The first layer's output is in the second one's activation set, of which the program releases nothing."""
+    factors = [x.clone().requires_grad_() for x in inputs[:2]]
+    functions = [lambda x: (x * factors[0]).exp(), lambda x: (x * factors[1]).sin(), torch.neg, torch.neg]
+    expected = torch.autograd.grad(run(functions, inputs[2]), factors)
+    context, sync, controller = manual()
+
+    def start(layer):
+        if layer == 0:
+            controller.start_offload_layer(0)
+
+    loss = run(functions, inputs[2], start, context, sync)
+    controller.release_activation_forward_gpu_memory(0)
+    controller.start_reload_layer(0)
+    assert_same(expected, torch.autograd.grad(loss, factors))
+    assert context.stats().offloaded_bytes == 2 * inputs[0].nbytes
+    assert context.stats().reloaded_bytes == inputs[0].nbytes
+
+
+def test_calls_after_a_forward_without_gradients_mean_it(layers, inputs):
+    expected = expected_gradients(layers, inputs[:1])
+    context, sync, controller = manual()
+    loss = run(layers, inputs[0], context=context, sync=sync)
+    with torch.no_grad():
+        run(layers, inputs[1], context=context, sync=sync)
+    for named in ({}, {"microbatch": controller.microbatch}):
+        controller.start_offload_layer(0, **named)
+    loss.backward()
+    assert_same(expected, gradients(layers))
+    assert context.stats().offloaded_bytes == 0
+
+
 def test_calls_without_a_microbatch_mean_the_oldest_that_they_can_move(layers, inputs):
     expected = expected_gradients(layers, inputs[:2])
     context, sync, controller = manual()

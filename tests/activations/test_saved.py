@@ -209,6 +209,23 @@ def test_a_storage_whose_later_layer_has_no_backward(lab: Lab, x: torch.Tensor) 
     assert offloaded.stats.reloaded_bytes == 8 * 12 * 4
 
 
+def test_a_storage_that_a_kept_layer_saves_after_its_release(lab: Lab, x: torch.Tensor) -> None:
+    """The program has held it meanwhile, and lets it go before backward."""
+    shared = [normal(8, 12).to(lab.device)]
+    expected = shared[0].clone()
+    received: list[tuple[torch.Tensor, ...]] = []
+    offloaded = offloading(1, 3, lab.device, schedule=Schedule(3, [Move(0, forward(1), backward(1))]))
+    y = x
+    for _ in range(2):
+        y = offloaded.layer(lambda y: save(y, received.append, shared[0]), y)
+    shared.clear()
+    offloaded.layer(torch.neg, y).sum().backward()
+    for (saved,) in received:
+        assert_identical(expected, saved)
+    assert offloaded.stats.offloaded_bytes == expected.nbytes
+    assert offloaded.stats.reloaded_bytes == 0
+
+
 def test_same_storage_in_two_microbatches(lab: Lab, x: torch.Tensor) -> None:
     """Each microbatch has a copy of its own, so that one's backward takes nothing from the other."""
     shared = [normal(8, 12).to(lab.device)]

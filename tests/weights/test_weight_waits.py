@@ -209,6 +209,24 @@ def test_a_gradient_that_another_rank_alone_has_is_no_none(lab: Lab, monkeypatch
     assert found[1].count_nonzero() > 0
 
 
+def test_gradients_of_a_layer_that_microbatches_leave_out(lab: Lab) -> None:
+    layers, x = build(Linear, LAYERS, lab.device)
+    expected = gradients(layers, x)
+
+    def without_first(layers: Any, x: torch.Tensor) -> None:
+        backward(layers[1:], x)
+
+    layers.zero_grad()
+    with two_ranks() as group, stream_weights(layers, lab.device, process_group=group):
+        backward(layers, x)
+        without_first(layers, x)
+        lab.drain()
+        assert torch.equal(layers[0].weight.grad, expected[0] / 4), "that of the other microbatch, averaged twice"
+        layers.zero_grad()
+        without_first(layers, x)
+        assert layers[0].weight.grad is None
+
+
 def averaged_with_sums(lab: Lab, prepare: Callable[[], object]) -> bool:
     """The second microbatch's backward brings up what the first has left."""
     layers, x = build(Linear, LAYERS, lab.device)
