@@ -110,8 +110,9 @@ def offload_layers(
         device: The device whose activations are offloaded; by default the one that the layers' parameters are on, or
             where they compute if their weights are streamed. Call ``offload_layers`` once for the layers of each
             device.
-        max_host_bytes: The most pinned host memory to use for a device, in bytes or as a text such as ``"40GiB"``; no
-            limit by default. Activations that do not fit are kept on the device, with one warning.
+        max_host_bytes: The most pinned host memory to use for a device, in bytes or as a text such as ``"40GiB"``; by
+            default what the system has left. Activations that do not fit are kept on the device, with one warning.
+            A plan for ``memory_budget`` counts what others hold of it, such as optimizer state.
         policies: What happens to the regions of each layer: patterns of their names (a module, and the operation that
             it runs, such as ``"mlp.up_proj: mm"``; or the operation alone), each with ``"keep"``, ``"offload"`` or
             ``"recompute"``. The first pattern that matches decides; a region that no pattern matches is kept. Regions

@@ -15,7 +15,8 @@ from offload.activations.module_hooks import OffloadListener
 from offload.base.checks import check_type, format_bytes, parse_budget, parse_bytes
 from offload.base.find_layers import find_layers, find_lists
 from offload.base.layer_events import check_layers, compute_device
-from offload.device.select import resolve_device
+from offload.device.select import get_backend, resolve_device
+from offload.host.pool import get_host_pool
 from offload.measuring.in_pieces import Pieces
 from offload.measuring.memory_left import all_bytes, training_bytes, usable_bytes
 from offload.optimizer.proof import with_groups
@@ -72,7 +73,7 @@ def prepare(
             is left out is not counted. Recipes change when each of them has stepped.
         memory_budget: All device memory that the training may use, in bytes or as a text such as ``"24GiB"``; or
             ``"auto"``: the free memory of the device, and the memory that model and optimizer have there.
-        max_host_bytes: All pinned host memory that it may use; no limit by default.
+        max_host_bytes: All pinned host memory that it may use; by default what the system has left.
         layers: The layers in the order in which forward calls them, or a function that returns those of a model, or the
             name of a list of modules in the model, such as ``"model.layers"``. By default, all lists of modules that
             are not inside others, such as an encoder's and a decoder's, except lists of single operations. The first
@@ -105,7 +106,9 @@ def prepare(
     check_float32(state_dtype, master_weights=master_weights)
     target = resolve_device(device)
     budget = all_bytes(target, model, optimizers) if memory_budget == "auto" else parse_budget(memory_budget)
-    host = None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes")
+    most = None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes")
+    room = get_host_pool(get_backend(target)).room_bytes()
+    host = min((one for one in (most, room) if one is not None), default=None)
     if overlap_forward:
         check_overlap(one for each in optimizers for _, one in with_groups(each))
     parse_bytes(min_bytes, "min_bytes")

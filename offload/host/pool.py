@@ -28,7 +28,7 @@ from offload.base.tensors import aligned
 from offload.device.backend import Backend, Event
 from offload.device.cuda import CaptureError, current_capture
 from offload.device.select import get_backend
-from offload.host.page_locked import HostMemoryError, check_room, forget_on_fork, page_locked
+from offload.host.page_locked import SPARE, HostMemoryError, available_bytes, check_room, forget_on_fork, page_locked
 
 
 class Range:
@@ -121,6 +121,14 @@ class HostPool:
         """Bytes of all buffers that were taken, by graphs too, and not given back; right while nobody takes any."""
         given = sum(nbytes * len(buffers) for nbytes, buffers in list(self.ready.items()))
         return sum(buffer.nbytes for buffer in self._buffers) - given
+
+    def room_bytes(self, max_bytes: int | None = None) -> int | None:
+        """What can still be taken, within ``max_bytes`` and what the system has; ``None`` where nobody knows."""
+        available = available_bytes()
+        limits = [] if max_bytes is None else [max_bytes]
+        if available is not None:
+            limits.append(self.pinned_bytes + int((1 - SPARE) * available))
+        return max(0, min(limits) - self.used_bytes) if limits else None
 
     def take(self, nbytes: int, max_bytes: int | None = None) -> HostBuffer:
         """A buffer of ``nbytes`` bytes; its ``events`` are to be waited for before it is written.

@@ -15,6 +15,8 @@ from torch import nn
 
 from offload.base.checks import describe, format_bytes, warn_caller
 from offload.base.tensors import check_values
+from offload.device.select import get_backend
+from offload.host.pool import get_host_pool
 from offload.optimizer.chunks import NUM_SLOTS
 from offload.optimizer.early import FreedGradient
 from offload.optimizer.proof import prove, with_groups
@@ -132,11 +134,11 @@ class GivenMemory(MemoryLeft):
     """
 
     def __init__(
-        self, device_bytes: int, device: torch.device, layers: Iterable[nn.Module], host_bytes: int | None
+        self, device_bytes: int, device: torch.device, layers: Iterable[nn.Module], max_host_bytes: int | None
     ) -> None:
         self.broken = BrokenBudget()
         self._device_bytes = device_bytes
-        self._host_bytes = host_bytes
+        self._max_host_bytes = max_host_bytes
         self._device = device
         self._parameters = [parameter for layer in layers for parameter in layer.parameters()]
         self._versions = -1  # the sum of the parameters' versions: an optimizer's step changes them
@@ -165,14 +167,14 @@ class GivenMemory(MemoryLeft):
         return self._device_bytes
 
     def host_bytes(self) -> int | None:
-        return self._host_bytes
+        return get_host_pool(get_backend(self._device)).room_bytes(self._max_host_bytes)
 
 
 class DeviceLeft(GivenMemory):
     """What the device has left, for ``memory_budget="auto"``."""
 
-    def __init__(self, device: torch.device, layers: Iterable[nn.Module], host_bytes: int | None) -> None:
-        super().__init__(left_bytes(device), device, layers, host_bytes)
+    def __init__(self, device: torch.device, layers: Iterable[nn.Module], max_host_bytes: int | None) -> None:
+        super().__init__(left_bytes(device), device, layers, max_host_bytes)
 
     def device_bytes(self) -> int:
         return int(AUTO_SHARE * (left_bytes(self._device) + self.gradient_bytes()))

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import offload
 from offload.base.checks import format_bytes
 from offload.device.select import get_backend
+from offload.host import page_locked
 from offload.host import pool as host_pool
 from offload.measuring.compare_plans import ComparePlans
 from offload.measuring.follow_plan import RESERVE, SLACK
@@ -1020,6 +1021,36 @@ def test_gradients_of_earlier_microbatches_count(lab: Lab) -> None:
     with budgeted(layers, lab, round(0.9 * step())):  # also where the plan was measured without them
         peaks = [step(microbatches) for microbatches in (1, 1, 1, 1, 1, 2, 2, 2, 2)]
     assert gradients_bytes < max(peaks) <= 0.9 * step()
+
+
+@pytest.mark.filterwarnings("ignore:memory_budget = .* was broken")  # a first microbatch is proven without host memory
+@pytest.mark.parametrize("held_by", ["an optimizer's state", "the system"])
+def test_host_memory_that_others_hold_is_not_planned_with(
+    held_by: str, lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a plan then offloads, and finds no room for, would be kept on the device."""
+    layers, _ = build("decoder", LAYERS, lab.device)
+    x = torch.rand(8, 64, WIDTH, device=lab.device, requires_grad=True)
+    with offload.memory_meter(lab.device) as meter:
+        step_gradients(layers, x)
+    budget, left = round(0.7 * meter.peak_bytes), saved_bytes(layers, x, lab) // 4
+    other = nn.Linear(256, 256, device=lab.device)
+    optimizer = torch.optim.AdamW(other.parameters())
+    with offload.stream_optimizer(optimizer) as streamed:
+        other(other.weight).sum().backward()
+        optimizer.step()
+        most = streamed.stats().host_bytes + left
+        if held_by == "the system":
+            pool, most_pinned, most = host_pool.get_host_pool(get_backend(lab.device)), most, None
+            for module in (host_pool, page_locked):
+                monkeypatch.setattr(module, "available_bytes", lambda: max(0, most_pinned - pool.pinned_bytes))
+        with budgeted(layers, lab, budget, max_host_bytes=most) as handle:
+            for _ in range(3):
+                step_gradients(layers, x)
+            with offload.memory_meter(lab.device) as meter:
+                step_gradients(layers, x)
+            assert left // 2 < handle.plan.host_bytes <= left
+    assert meter.peak_bytes <= budget
 
 
 @pytest.mark.parametrize("fewer", [{"microbatches": 1}, {"count": LAYERS - 1}], ids=["gradients", "layers"])
