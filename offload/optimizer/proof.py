@@ -42,7 +42,6 @@ def stand_in_for(optimizer: torch.optim.Optimizer, groups: list[Group], state: d
     other: torch.optim.Optimizer = object.__new__(type(optimizer))
     hooks = {name: OrderedDict[int, Any]() for name in vars(optimizer) if name.endswith("hooks")}
     vars(other).update(vars(optimizer) | hooks | {"param_groups": groups, "state": state})
-    vars(other).pop("step", None)  # a scheduler wraps the step of the instance
     return other
 
 

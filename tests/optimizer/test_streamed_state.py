@@ -182,6 +182,20 @@ class Quantized(torch.optim.SGD):
                 self.state[p]["codes"] = torch.zeros_like(p).as_subclass(Special)
 
 
+class Draws(torch.optim.SGD):
+    """Draws a number in each step, and does nothing with it."""
+
+    def step(self, closure: Any = None) -> Any:
+        torch.rand(1)
+        return super().step(closure)
+
+
+def test_the_trial_leaves_the_generator_as_it_is(device: torch.device) -> None:
+    optimizer, before = Draws(build(device).parameters(), lr=0.1), torch.get_rng_state()
+    with stream(optimizer):
+        assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_refused_optimizers() -> None:
     small, large, model = nn.Linear(2, 2), nn.Linear(200, 200), build(torch.device("cpu"))
     with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, got a Linear"):
