@@ -189,18 +189,16 @@ class FollowPlan(HookedLayers):
         if self._stage == "learning" and not self._said and not any(one.learned for one in self._policies):
             self._said = warn_if_checkpointed(call, self.names)  # else layers run again in backward by their policies
         if self.context.begins_round(number) and not self.context.has_nothing_to_do():
-            self._times.begin_microbatch()
-            self.begin_microbatch(list(tensors_in(inputs)))
+            self.begin_microbatch(list(tensors_in(inputs)), goes_on=self._times.begin_microbatch())
 
     def passes_by(self, layer: int) -> bool:
         passes = self._times.idle and super().passes_by(layer)
         self._times.forwards += passes
         return passes
 
-    def begin_microbatch(self, inputs: list[torch.Tensor]) -> None:
-        """A microbatch is about to enter the first layer that it runs, which is given these."""
-        if self._backend.capturing:
-            # Nothing can be measured while a CUDA graph is captured, nor may it see two plans.
+    def begin_microbatch(self, inputs: list[torch.Tensor], *, goes_on: bool = False) -> None:
+        """A microbatch enters the first layer that it runs. It ``goes_on`` if layers run again before backward."""
+        if self._backend.capturing:  # nothing can be measured then, nor may a CUDA graph see two plans
             if self.measures:
                 raise CaptureError(
                     "a step that is still measured for a plan was to be captured; warm up with three steps before the "
@@ -215,7 +213,10 @@ class FollowPlan(HookedLayers):
             self._end_timing(self._backend.mark())
         last, self._inputs = self._inputs, given_to(inputs)
         size, gradient_bytes = self._costs.size_of(self._inputs), self._left.gradient_bytes()
-        if not self.measures or (self._stage == "learning" and all(one.proven for one in self._policies)):
+        goes_on &= self.measures or (is_within(size, self._planned) and gradient_bytes <= self._planned_gradients)
+        if goes_on:
+            self._proves = proved  # one peak counts for all that runs before backward
+        elif not self.measures or (self._stage == "learning" and all(one.proven for one in self._policies)):
             if self._costs.lack(self._inputs):
                 self._time()
             elif not is_within(size, self._planned) or gradient_bytes > self._planned_gradients:
@@ -239,12 +240,12 @@ class FollowPlan(HookedLayers):
             ready = ready and all(one is None or one.proven for one in self.context.policies)
             if (other := self._compare.begin_microbatch(self._inputs.elements, ready=ready)) is not None:
                 self._change_to(other)
-        self._gradient_bytes = gradient_bytes
-        largest = self.largest_plan
-        self._watches = self._watches or self._stage == "learning"
-        if largest is not None:
+        if (largest := self.largest_plan) is not None:
             self._follow(self._plan_at(size, largest))
-            self._peak_bytes = 0
+        if goes_on:
+            return
+        self._gradient_bytes, self._peak_bytes = gradient_bytes, self._peak_bytes if largest is None else 0
+        self._watches = self._watches or self._stage == "learning"
         if self._watches and not (self.plan is not largest and self._peak.costs_time):
             # What nobody has counted that was there when the microbatch began would not be seen to be freed.
             self._proves = self._proves or not self._counted

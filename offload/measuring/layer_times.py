@@ -117,6 +117,7 @@ class LayerTimes(Attachment):
         self.forwards = 0  # in training that have begun, timed or not, since the user of this set it to 0
         self.ended = ended  # called once the backward of a microbatch is over that was said to begin
         self._awaits_end = False  # whether no layer of the microbatch has a hook yet that calls it
+        self._end: Callable[[], object] = lambda: None  # what its graph holds of that, until backward or without one
         self._begun = 0  # how many microbatches have begun since the end of a backward
         self.alone = False  # whether no other microbatch has run beside the one that ended last
         super().__init__(layers, self.layers)
@@ -142,16 +143,18 @@ class LayerTimes(Attachment):
             self.between_bytes = self._most_bytes = 0
             memory.start()
 
-    def begin_microbatch(self) -> None:
-        """A microbatch begins, of which the end is to be told."""
+    def begin_microbatch(self) -> bool:
+        """A microbatch begins, of which the end is to be told. Returns whether one before still awaits its backward."""
         self._awaits_end, self.forwards = True, 0
         self._begun += 1
+        return self._begun > 1 and self._end() is not None
 
     def await_end(self, call: LayerCall, output: object) -> None:
         """A layer has returned this: the microbatch ends with the backward that comes to it, unless none does."""
         if self._awaits_end and not call.recomputes and torch.is_grad_enabled():
             ends = partial(when_backward_ends, self._end_microbatch)
             self._awaits_end = not before_backward(tensors_in(output), call.first_node, lambda _: ends())
+            self._end = weakref.ref(ends)
 
     def _end_microbatch(self) -> None:
         self.alone, self._begun = self._begun == 1, 0

@@ -1,4 +1,6 @@
-"""A memory budget for layers that the program skips at random, as LayerDrop does, and for steps that need more."""
+"""A memory budget for layers that the program skips, as LayerDrop does, or runs several times, and for larger steps."""
+
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -13,10 +15,11 @@ ALL: set[int] = set()
 
 
 def step(
-    layers: nn.ModuleList, x: torch.Tensor, skipped: set[int], outside_bytes: int = 0
+    layers: Sequence[nn.Module], x: torch.Tensor, skipped: set[int], outside_bytes: int = 0
 ) -> tuple[list[torch.Tensor], int]:
     """Gradients of a step that skips some layers and needs so much memory outside of them, and its peak."""
-    layers.zero_grad()
+    for layer in layers:
+        layer.zero_grad()
     with offload.memory_meter("cpu") as meter:
         y = x
         for number, layer in enumerate(layers):
@@ -123,3 +126,29 @@ def test_everything_is_recomputed_if_the_plans_break_a_budget_that_the_measured_
         assert handle.state == "following"
         assert handle.plan.recompute_s > 0
     assert max(peaks) <= budget
+
+
+ORDERS = {
+    "the list twice": [*range(LAYERS), *range(LAYERS)],
+    "each layer twice": [number for number in range(LAYERS) for _ in range(2)],
+    "in another order": [1, 0, *range(2, LAYERS)],
+}
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_layers_that_run_again_before_backward_count_to_the_same_microbatch(order: list[int]) -> None:
+    """Each would begin a microbatch of its own, whose peak would be all that is compared with the budget."""
+    layers, _ = build("mlp", LAYERS, torch.device("cpu"))
+    x = torch.rand(4, 64, WIDTH)
+
+    def run() -> tuple[list[torch.Tensor], int]:
+        return step([layers[number] for number in order], x, ALL)
+
+    expected, most_bytes = run()
+    budget = round(0.4 * most_bytes)
+    handle = offload.offload_layers(layers, memory_budget=budget, min_bytes=1, device="cpu")
+    with pytest.warns(UserWarning, match="was broken: a microbatch needed"):
+        found, peak_bytes = [run() for _ in range(8)][-1]
+    assert peak_bytes <= budget
+    assert_same(expected, found)
+    handle.remove()
