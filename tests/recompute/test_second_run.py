@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import offload
-from offload.recompute import run_again
+from offload.recompute import layer_policies, run_again
 from offload.recompute.run_again import HandOver
 
 pytestmark = pytest.mark.usefixtures("recomputes")
@@ -1583,6 +1583,38 @@ def test_a_kept_result_that_is_overwritten_before_backward(policy: str, lab: Lab
             step(layers, x, lambda: outputs[-1].detach().add_(1))
 
 
+@pytest.mark.parametrize("steps", [0, 2], ids=["in the first step", "later"])
+def test_a_tensor_of_others_that_changes_before_backward(steps: int, lab: Lab) -> None:
+    """Autograd has not saved it, and would not notice; a second run would read what it has become."""
+    shift = torch.ones(WIDTH, device=lab.device)
+    layers, x = functions(lambda x, w: ((x + shift).sin() * w.mean()).tanh(), lab)
+    with offloaded(layers, lab):
+        for _ in range(steps):
+            step(layers, x)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation: a tensor, which"):
+            step(layers, x, lambda: shift.add_(1))
+
+
+def test_kinds_of_inputs_that_are_remembered(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there are: else a kind that is new each time would fill the host's memory."""
+    monkeypatch.setattr(layer_policies, "MOST_WAYS", 2)
+    runs = list[int]()
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        runs.append(x.ndim)
+        return (x + 1).sin() * w.mean()
+
+    layers, x = functions(function, lab)
+    kinds = [x, x[0].detach().requires_grad_(), x[0, 0].detach().requires_grad_()]
+    learned = []
+    with offloaded(layers, lab):
+        for kind in (0, 1, 1, 0, 2, 2, 0, 0):
+            runs.clear()
+            step(layers, kinds[kind])
+            learned.append(len(runs) > 2 * LAYERS)
+    assert learned == [True, True, False, False, True, False, True, False]
+
+
 @pytest.mark.parametrize("inner", [False, True], ids=["layer", "submodule"])
 @pytest.mark.usefixtures("nothing_recomputed")
 def test_a_hook_that_collects_results_is_refused(inner: bool, lab: Lab) -> None:
@@ -1642,6 +1674,9 @@ def full_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_kept_is_handed_over_where_the_device_has_no_memory_for_copies(lab: Lab) -> None:
     regions = assert_right(lambda x, w: (x + 1).sin() * w.mean(), lab, ADD)
     assert (regions["add"], regions["sin"]) == ("keep", "recompute")
+    lab.drain()
+    lab.pool.trim()
+    assert lab.pool.used_bytes == 0, "what was lent for the copies has been given back"
 
 
 @pytest.mark.usefixtures("full_device")
