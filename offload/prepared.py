@@ -45,7 +45,12 @@ from offload.weights.streamed import StreamedWeights, WeightStats, stream_weight
 
 _logger = logging.getLogger(__name__)
 
-FIRST_SHARE = 0.35  # a first recipe leaves the rest of the budget to activations that nobody has measured yet
+FIRST_SHARE = 0.35
+"""A first recipe leaves the rest of the budget to activations that nobody has measured yet. The tokens say less: of
+nine models, one's first microbatch needed 0.24 times, and another's 7.7 times, what the inputs and outputs of a layer's
+matrix products have, because some layers save attention's scores, and others use few weights at a time. Fake tensors
+would tell, but run the program's own code and kernels once more before the first step.
+"""
 _ALL = 1 << 60
 
 
