@@ -57,10 +57,11 @@ class FreedGradient(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, function: Any, *given: Any) -> Any:
         if norms_logged_by and _caller(norms_logged_by) is not None:
+            this = given[1][0]
             if function is torch.ops.aten.mul_.Tensor:  # by 1
-                return given[1][0]
+                return this
             if function is torch.ops.aten.linalg_vector_norm.default:
-                return torch.zeros((), device=given[1][0].device)
+                return torch.zeros((), dtype=this.dtype, device=this.device)
         raise RuntimeError(
             "a parameter must get one gradient in each step if in_backward=True, and gradients must be final then, but "
             f"{function} was called with one that was stepped with and freed; leave in_backward (in prepare: "
