@@ -189,8 +189,13 @@ class HostPool:
                 room -= size
             slabs = [aligned(sum(rounded[number] for number in numbers), PAGE_BYTES) for numbers in missing]
             if slabs:
-                self._check_size(sum(slabs))
-                check_room(sum(slabs))
+                more = sum(slabs)
+                limit = self.pinned_bytes + more if max_bytes is None else max_bytes
+                fits = self.used_bytes + sum(rounded) <= limit < self.pinned_bytes + more
+                if fits and self.trim(limit - more):  # what was idle in slabs that are too small
+                    return self.take_whole(sizes, max_bytes)
+                self._check_size(more)
+                check_room(more)
                 self._pin(slabs)
             for numbers, slab in zip(missing, self._slabs[len(self._slabs) - len(slabs) :], strict=True):
                 for number in numbers:

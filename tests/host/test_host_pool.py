@@ -214,6 +214,17 @@ def test_what_fits_the_limit_exactly_is_pinned(pool: HostPool) -> None:
         pool.take(1, limit + PAGE_BYTES)
 
 
+def test_idle_memory_that_is_too_small_does_not_count_against_the_limit(pool: HostPool) -> None:
+    limit = 64 * PAGE_BYTES
+    small, kept = pool.take(16 * PAGE_BYTES), pool.take_whole([PAGE_BYTES])
+    pool.give(small)
+    [taken] = pool.take_whole([48 * PAGE_BYTES], limit)
+    assert (taken.nbytes, pool.pinned_bytes) == (48 * PAGE_BYTES, 49 * PAGE_BYTES)
+    with pytest.raises(HostMemoryError, match="beyond the pool's"):
+        pool.take_whole([16 * PAGE_BYTES], limit)
+    assert pool.used_bytes == taken.nbytes + kept[0].nbytes
+
+
 def test_who_refused_is_asked_again_only_after_a_change(pool: HostPool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
@@ -375,7 +386,7 @@ def test_whole_buffers_that_the_limit_forbids_are_not_taken(pool: HostPool, sour
     with pytest.raises(
         HostMemoryError, match=r"12\.00 KiB of pinned host memory are missing beyond the pool's 8\.00 KiB"
     ):
-        pool.take_whole([4 * KIB, 12 * KIB], 16 * KIB)
+        pool.take_whole([4 * KIB, 12 * KIB], 12 * KIB)
     assert pool.used_bytes == 0
     assert len(source.sizes) == 1
     assert pool.take(8 * KIB).nbytes == 8 * KIB
