@@ -350,6 +350,16 @@ def test_what_the_parts_hold_is_what_the_table_says(lab: Lab, monkeypatch: pytes
         assert outside + weights.slot_bytes + state.slot_bytes <= planned.device_bytes + gaps
 
 
+def test_what_is_left_for_activations(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of host memory what the recipe does not hold; and gradients of streamed weights are on no device."""
+    monkeypatch.setattr(PREPARE, "RECIPES", (ALL_STREAMED,))
+    model, most = Model(), 1 << 28
+    with offload.prepare(model, adamw(model), 1 << 30, device=lab.device, min_bytes=0, max_host_bytes=most) as prepared:
+        model(torch.ones(2, 4, dtype=torch.long, device=lab.device)).backward()
+        assert prepared.host_bytes() == most - prepared.plan.recipes[0].host_bytes
+        assert prepared.gradient_bytes() == model.embed.weight.nbytes + model.head.weight.nbytes
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
