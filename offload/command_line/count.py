@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry
 
 from offload.base.checks import check_number
+from offload.base.find_layers import find_lists
 from offload.base.layer_events import with_attribute
 from offload.base.tensors import tensors_of
 from offload.base.torch_private import FakeTensorMode, schema_of
@@ -107,8 +108,7 @@ def count_model(
     fake = FakeTensorMode()
     try:
         model = _build(fake, config, lora)
-        lists = {name: one for name, one in model.named_modules() if isinstance(one, nn.ModuleList) and len(one) > 1}
-        lists = {name: one for name, one in lists.items() if not any(name.startswith(f"{outer}.") for outer in lists)}
+        lists = find_lists(model)
         layers = [layer for one in lists.values() for layer in one]
         for parameter in model.parameters():
             if parameter.requires_grad:  # gradients are counted by the weights

@@ -21,6 +21,7 @@ from offload import __version__
 from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.base.checks import check_int, format_bytes, parse_bytes
 from offload.command_line.count import Counted, Rates, count_model, read_config
+from offload.measuring.memory_left import AUTO_SHARE
 from offload.optimizer.chunks import NUM_SLOTS
 from offload.optimizer.stream import CHUNK_BYTES
 from offload.planning.plan import make_plan
@@ -37,8 +38,6 @@ RATES = Rates(630e12, 4e12)
 
 SIMPLER = 1.05  # so much longer a step may be with all on the device, which leaves a training loop free
 
-USABLE = 0.92  # share of device memory; the rest is for the driver and for blocks that the allocator cannot split
-
 
 def answer_plan(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     """Plan how to train a Hugging Face language model, by its config, without loading it."""
@@ -51,7 +50,7 @@ def answer_plan(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     config, size = read_config(options.model, options.set), (options.batch, options.tokens)
     changes = {"state": options.optimizer_bytes, "lora": options.lora, "fused_loss": options.fused_loss}
     model = count_model(config, *size, rates, DEFAULT_MIN_BYTES, **changes)
-    made = recipes_for(model, int(USABLE * memory), link, options.host_memory)
+    made = recipes_for(model, int(AUTO_SHARE * memory), link, options.host_memory)
     write = call_for(model, made, memory)
     saved, loss = (format_bytes(nbytes) for nbytes in (model.profile.saved_bytes, model.profile.loss_bytes))
     lines = [
@@ -121,7 +120,7 @@ def call_for(model: Counted, made: TrainingPlan, memory: int) -> str | None:
 
 def _remedy(made: TrainingPlan, host: int | None) -> str:
     """What would help, as nothing fits."""
-    device = f"a device of {format_bytes(math.ceil(made.least.device_bytes / USABLE))}"
+    device = f"a device of {format_bytes(math.ceil(made.least.device_bytes / AUTO_SHARE))}"
     if all(one.reason.endswith("without activations") for one in made.recipes):
         return f"nothing fits, even without a token: {device}, or fewer trained parameters"
     return f"nothing fits: fewer tokens, {'' if host is None else 'more host memory, '}or {device}"

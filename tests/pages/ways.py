@@ -4,7 +4,7 @@ import sys
 from dataclasses import dataclass, replace
 
 from offload.base.checks import format_bytes
-from offload.command_line.main import USABLE
+from offload.measuring.memory_left import AUTO_SHARE
 from offload.planning.plan import make_plan
 
 LAYERS = "model.model.layers"
@@ -22,7 +22,7 @@ class Way:
 
 def ways_to_train(profile, inside, outside, state, memory, link, host):
     """Of parameters in bfloat16, so many in the layers and outside of them, with so many bytes of optimizer state."""
-    count, fixed, usable = len(profile.layers), 2 + state, int(USABLE * memory)
+    count, fixed, usable = len(profile.layers), 2 + state, int(AUTO_SHARE * memory)
     budget = usable - (inside + outside) * fixed
     left = budget - 2 * (inside + outside)
     kept = make_plan(profile, sys.maxsize, link)
