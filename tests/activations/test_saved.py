@@ -8,7 +8,19 @@ from typing import Any
 import pytest
 import torch
 from lab import Lab
-from models import NOTHING, WIDTH, Offloading, assert_same, gradients, loss_of, offloading, save, through
+from models import (
+    NOTHING,
+    WIDTH,
+    Offloading,
+    assert_same,
+    build,
+    gradients,
+    leaves_of,
+    loss_of,
+    offloading,
+    save,
+    through,
+)
 from ranks import true_in_a_child
 from saving import FLOAT8, assert_identical, finish_copies, normal, nothing, round_trip, run
 from torch import nn
@@ -616,6 +628,20 @@ def test_after_backward_has_begun_it_reads_its_own(lab: Lab) -> None:
     (expected,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
     factor.untyped_storage().resize_(0)
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
+
+
+def test_backward_in_inference_mode(device: torch.device) -> None:
+    layers, x = build("gpt", 4, device)
+
+    def step(offloaded: Offloading) -> None:
+        loss = loss_of(offloaded.forward(layers, x))
+        with torch.inference_mode():
+            loss.backward()
+
+    expected = gradients(leaves_of(layers, x), partial(step, NOTHING))
+    offloaded = offloading(2, 4, device)
+    assert_same(expected, gradients(leaves_of(layers, x), partial(step, offloaded)))
+    assert offloaded.stats.reloaded_bytes > 0
 
 
 def test_resizing_what_nobody_saved(lab: Lab) -> None:

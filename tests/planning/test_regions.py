@@ -203,6 +203,11 @@ class TestSimulation:
             timeline = simulate(default(1, 3), profile, Link(100, 1, 101), policies=policies)
             (again,) = [span for span in timeline.spans if span.kind == "recompute" and span.layer == 0]
             assert (again.start_s == timeline.lane("h2d")[-1].end_s) == waits
+            for num_layers, count in ((1, 3), (2, 4)):  # with two offloaded layers, one reload waits for the other
+                several = Profile(profile.layers[:1] * count), Link(100, 1, 101)
+                costs = costs_of(*several, range(num_layers), policies[:1] * count)
+                timeline = simulate(default(num_layers, count), *several, policies=policies[:1] * count)
+                assert step_s(costs, num_layers, 0.0, 0.0) == pytest.approx(timeline.duration_s)
 
 
 def simple_ways(profile: Profile, link: Link) -> list[Plan]:
