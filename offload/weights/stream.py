@@ -65,9 +65,6 @@ class StreamedLayer(LayerListener):
             alone = stream.computes is layer
             written = next((each.of.name for each in layer.stand_ins if each.shown._version != each.version), None)
             stream.leave()
-            if torch.is_autocast_enabled(stream.device.type):
-                # Autocast would keep its copy of every weight until the end of the autocast region.
-                torch.clear_autocast_cache()
             if failed:
                 stream.slots.settle()  # no backward will: the program may change weights in its error handling
             elif not alone:
