@@ -278,6 +278,10 @@ class LayerSteps(WeightHolder):
 
     def _step(self, steps: BackwardSteps, layer: WeightLayer, gradients: Gradients, *, in_slot: bool) -> None:
         weights = {one.of: one.weights for one in layer.stand_ins} if in_slot else {}
+        for host, one in gradients.items():
+            # An optimizer may change it, and autograd gives the same one to several parameters, and to earlier layers.
+            if owners_of(one.untyped_storage()) > 1:
+                gradients[host] = one.clone()
         given: dict[torch.Tensor, Given]
         given = {host.parameter: (one, host.total, weights.get(host)) for host, one in gradients.items()}
         self._stepped.add(layer)

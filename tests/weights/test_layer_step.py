@@ -141,6 +141,44 @@ def test_the_bits_of_the_resident_run(name: str, lab: Lab) -> None:
     assert all(parameter.grad is None for parameter in loop.parameters)
 
 
+class Doubles(torch.optim.SGD):
+    """Changes the gradients, as optimizers do that centralize them."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in [one for group in self.param_groups for one in group["params"] if one.grad is not None]:
+            parameter.grad.mul_(2)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("shared", ["with another parameter", "with the layer before"])
+def test_a_gradient_that_autograd_gives_to_others_as_well_is_stepped_alone(shared: str, device: torch.device) -> None:
+    def forwarded(own: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x + own.one if shared == "with the layer before" else x * (own.one + own.other)
+        return y.tanh()
+
+    def train(streamed: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layers = nn.ModuleList(
+            Composed(forwarded, **{name: nn.Parameter(torch.randn(4, WIDTH)) for name in ("one", "other")})
+            for _ in range(3)
+        )
+        x = torch.randn(4, WIDTH).to(device)
+        handles = [stream_weights(layers, device)] if streamed else [layers.to(device)][:0]
+        optimizer = Doubles(layers.parameters(), lr=0.1)
+        if streamed:
+            handles.append(stream_optimizer(optimizer, in_backward=True, consume_gradients=True, chunk_bytes=CHUNK))
+        for _ in range(3):
+            loss_of(forward(layers, x)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for handle in reversed(handles):
+            handle.remove()
+        return [one.detach().cpu() for one in layers.parameters()]
+
+    assert_same(train(False), train(True))
+
+
 def test_clipping_after_the_step_is_refused(lab: Lab) -> None:
     loop = Loop(lab.device)
     loop.loss(0).backward()
