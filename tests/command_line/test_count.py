@@ -96,6 +96,7 @@ def test_a_loss_without_whole_logits_takes_less():
     whole, fused = (count_model(config, 1, 8192, RATES, 1, fused_loss=fused).profile for fused in (False, True))
     assert 0 < fused.loss_bytes < whole.loss_bytes / 2
     assert fused.saved_bytes == whole.saved_bytes
+    assert count_model(config, 1, 4096, RATES, 1).profile.saved_bytes == whole.saved_bytes / 2, "and no weights"
 
 
 def test_seconds_follow_from_flop_and_bytes():

@@ -59,6 +59,22 @@ def test_tiles_give_the_gradients_of_the_whole(tokens: int, checkpointing: bool 
     torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=0.0)
 
 
+@pytest.mark.parametrize(("tokens", "sizes"), [(5, [6, 6, 4, 4, 4]), (23, [12, 12]), (24, [24])])
+def test_no_tile_is_much_larger_than_asked(tokens: int, sizes: list[int]) -> None:
+    """A tile has the same tokens of each sequence."""
+    seen: list[int] = []
+
+    def see(own: Any, x: torch.Tensor) -> Any:
+        seen.append(x.shape[:-1].numel())
+        return own.inner(x)
+
+    layer = nn.Module()
+    layer.mlp = Composed(see, inner=nn.Linear(8, 8))
+    with tile_mlp([layer], tokens):
+        layer.mlp(torch.rand(2, 12, 8))
+    assert seen == sizes
+
+
 def test_a_tile_that_holds_all_changes_no_bit() -> None:
     model, step = model_and_step(torch.float32)
     step()
