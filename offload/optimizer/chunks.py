@@ -109,7 +109,7 @@ class ChunkStepper:
     """Steps the parameters of ``optimizer``, whose state is in ``store``."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend, chunk_bytes: int, **options: Any) -> None:
-        self._optimizer = weakref.ref(optimizer)
+        self.reference = weakref.ref(optimizer)
         self.backend = backend
         # Weak references: without a circle, a dropped optimizer is gone at once, with its state and its hooks.
         this = weakref.ref(self)
@@ -126,7 +126,7 @@ class ChunkStepper:
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The user's; it holds this stepper by its hooks."""
-        found = self._optimizer()
+        found = self.reference()
         if found is None:
             raise RuntimeError("the optimizer must be there while it is streamed, but it is gone; keep it.")
         return found

@@ -121,12 +121,13 @@ class StreamedOptimizer(Handle):
         if self._forward is not None:
             self._forward.close()
         host = stepper.store.shown  # a look into it waits for the copies
-        stepper.optimizer.state = stepper.store.moved_back() if on_device else defaultdict(dict, dict(host.items()))
+        if (optimizer := stepper.reference()) is not None:  # else it has gone with its state
+            optimizer.state = stepper.store.moved_back() if on_device else defaultdict(dict, dict(host.items()))
+            _streamed.discard(optimizer)
         for hook in self._hooks:
             hook.remove()
         if self._early is not None:
             self._early.close()
-        _streamed.discard(stepper.optimizer)
         self._stepper = None
 
     def __repr__(self) -> str:

@@ -99,8 +99,11 @@ def test_a_dropped_optimizer_gives_its_memory_back(lab: Lab) -> None:
     run.optimizer = run.handle = None  # without a circle of references: at once
     assert lab.pool.used_bytes == 0
     optimizer = adamw(run.model.parameters())
-    stream(optimizer)
+    handle = stream(optimizer)
     assert lab.pool.pinned_bytes == pinned, "memory is used again"
+    del optimizer
+    handle.remove()
+    assert lab.pool.used_bytes == 0
 
 
 def test_a_copy_of_the_optimizer_is_an_ordinary_one(lab: Lab) -> None:
