@@ -110,6 +110,8 @@ def count_model(
         model = _build(fake, config, lora)
         lists = find_lists(model)
         layers = [layer for one in lists.values() for layer in one]
+        if not layers:
+            raise ValueError("it has no list of two layers or more")
         for parameter in model.parameters():
             if parameter.requires_grad:  # gradients are counted by the weights
                 parameter.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))

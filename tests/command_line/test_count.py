@@ -121,6 +121,7 @@ def test_comes_near_to_what_an_h200_measures():
     ("kind", "changes", "said"),
     [
         ("gpt2", [], "'gpt2' cannot be counted: attn_pdrop is 0.1, which --set attn_pdrop=0 leaves out; measure this"),
+        ("llama", ["num_hidden_layers=1"], "'llama' cannot be counted: it has no list of two layers or more; measure"),
         ("vit", [], "'vit' cannot be counted: Unrecognized configuration class .*ViTConfig.*; measure this model with"),
         ("gemma3", [], "'gemma3' cannot be counted: "),
         pytest.param(
