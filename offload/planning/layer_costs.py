@@ -247,6 +247,7 @@ def _beside(layer: LayerProfile, costs: RegionCosts, *, offloads: bool) -> tuple
     return 0 if whole else layer.small_bytes, workspace_bytes, host_s
 
 
+@lru_cache(maxsize=256)
 def layer_pieces(layer: LayerProfile, policy: LayerPolicy | None = None, *, offloads: bool) -> LayerPieces:
     """Forward and backward of a layer in pieces."""
     regions = layer.known_regions()

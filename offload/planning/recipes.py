@@ -24,7 +24,7 @@ from offload.base.checks import format_bytes, format_s
 from offload.base.evenly import evenly
 from offload.planning.plan import Plan, TooLittleMemoryError
 from offload.planning.profile import Link
-from offload.planning.simulate import Interlude, simulate_steps
+from offload.planning.simulate import Interlude, steps_s
 from offload.schedule.schedule import Point
 
 CPU_ELEMENTS_PER_S = 6e9
@@ -293,8 +293,7 @@ class Prediction:
             layers = tuple(replace(layer, backward_s=max(0.0, layer.backward_s - less_s)) for layer in layers)
         rest = Interlude("rest of the step", max(0.0, profile.other_s - before.step - before.tail))
         steps = [*self._steps(plan, recipe, resident), rest]
-        timeline = simulate_steps(plan.schedule, layers, self.link, steps, policies=plan.policies, title="")
-        return max(span.end_s for span in timeline.lane("compute"))
+        return steps_s(plan.schedule, layers, self.link, steps, plan.policies)
 
     def _steps(self, plan: Plan, recipe: Recipe, resident: int) -> Iterator[Point | Interlude]:
         """The points of the schedule, and before each what the recipe does there."""

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import cached_property
-from itertools import product, starmap
+from itertools import accumulate, product, starmap
 from operator import attrgetter, getitem
 from statistics import fmean
 from typing import NamedTuple
@@ -72,6 +72,13 @@ class Score(NamedTuple):
     recompute_s: float  # free where the host binds the step, but the host may be faster than it was when measured
     host_bytes: int
     peak_bytes: int
+
+
+class _Sums(NamedTuple):
+    """What layers from each one on come to."""
+
+    backward_s: list[float]
+    held_bytes: list[int]
 
 
 Found = tuple[Score, Choice]
@@ -135,10 +142,12 @@ class Search:
             ways = [*(LayerPolicy(way.kept, way.kept) for way in found[:-1]), None]
             resident = [(way, ()) for way in found]
             moved = [(way, [one for one in sorted(way.kept) if regions[one].nbytes]) for way in found]
+            layers = {profile.layers[number] for number in numbers}  # most often all are equal
+            kept = {layer: layer_costs(layer, resident, link, offloads=False) for layer in layers}
+            offloaded = {layer: layer_costs(layer, moved, link, offloads=True) for layer in layers}
             for number in numbers:
                 layer, self.ways[number] = profile.layers[number], ways
-                self._kept[number] = layer_costs(layer, resident, link, offloads=False)
-                self._offloaded[number] = layer_costs(layer, moved, link, offloads=True)
+                self._kept[number], self._offloaded[number] = kept[layer], offloaded[layer]
             rises += ((gained, way, numbers) for gained, way in _convex(found))
         # Gains fall from way to way of a kind, so the ways of a kind come in their order.
         rises.sort(key=lambda rise: -rise[0])
@@ -221,6 +230,13 @@ class Search:
     def _costs_kept_at(self) -> list[list[LayerCosts]]:
         return [[*map(getitem, self._kept, ways)] for ways in self._kept_at]
 
+    @cached_property
+    def _sums_kept_at(self) -> list[_Sums]:
+        return [
+            _Sums(*([*accumulate(map(attrgetter(name), reversed(costs)), initial=0)][::-1] for name in _Sums._fields))
+            for costs in self._costs_kept_at
+        ]
+
     def _peaks(self, choices: Iterable[Choice]) -> Iterator[tuple[int, Choice]]:
         """The peak of each of these choices that the host has the memory for."""
         for choice in choices:
@@ -257,17 +273,20 @@ class Search:
         """The choice that keeps the most in the layers that are not offloaded; ``None`` if that takes longer."""
         highest = len(self._kept_at) - 1
         first = [*map(getitem, self._offloaded, offloaded)]
-        if _host_bytes(first) > self.most_host_bytes:
+        host_bytes = _host_bytes(first)
+        if host_bytes > self.most_host_bytes:
             return None
-
-        def at(position: int) -> list[LayerCosts]:
-            return first + self._costs_kept_at[position][num_layers:]
+        first_s, loss_bytes = self._compute_s(first), self.profile.loss_bytes
+        between_bytes = sum(map(attrgetter("held_bytes"), first)) - host_bytes + loss_bytes
 
         def is_fast(position: int) -> bool:
-            return self._compute_s(at(position)) <= most_s
+            return first_s + self._sums_kept_at[position].backward_s[num_layers] <= most_s
 
         def fits(position: int) -> bool:
-            return peak_bytes(at(position), num_layers, self.profile.loss_bytes) <= self.most_bytes
+            if between_bytes + self._sums_kept_at[position].held_bytes[num_layers] > self.most_bytes:
+                return False  # while the loss is computed
+            costs = first + self._costs_kept_at[position][num_layers:]
+            return peak_bytes(costs, num_layers, loss_bytes) <= self.most_bytes
 
         if not is_fast(highest):
             return None

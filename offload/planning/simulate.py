@@ -107,6 +107,10 @@ class _Task:
     start_s: float = math.inf
     end_s: float = math.inf
 
+    @property
+    def waits_until_s(self) -> float:
+        return 0.0 if self.after is None else self.after.end_s
+
 
 def simulate_steps(
     schedule: Schedule,
@@ -118,16 +122,8 @@ def simulate_steps(
     title: str,
 ) -> Timeline:
     """The timeline of any steps: the points of the schedule in their order, and what compute does between them."""
-    offloaded = {*schedule.offloaded_layers}
-    pieces = [
-        layer_pieces(layer, policy, offloads=number in offloaded)
-        for number, (layer, policy) in enumerate(zip(layers, policies or (None,) * len(layers), strict=True))
-    ]
-    steps = [*steps]
-    tasks = list(_tasks(schedule, layers, pieces, steps))
-    queues = {lane: [task for task in tasks if task.lane == lane] for lane in LANES}
+    queues, queued_s = _run(schedule, layers, link, steps, policies)
     compute = queues["compute"]
-    _run(queues, link)
     # Pieces of a layer without a pause are one span; compute that belongs to no layer is not joined.
     spans = [*merged(_compute_spans(compute), lambda span: -1.0 if span.layer is None else 0.0)]
     spans += [
@@ -135,13 +131,45 @@ def simulate_steps(
         for lane in COPY_LANES
         for task in queues[lane]
     ]
-    queued_s = math.fsum(pieces[one.layer].host_s for one in steps if isinstance(one, Point) and one.phase == "F")
     if queued_s > (end_s := max((task.end_s for task in compute), default=0.0)):
         spans.append(Span("compute", "late", end_s, queued_s, "wait for the host"))
     changes = [edge for one in compute for edge in ((one.start_s, one.taken_bytes), (one.end_s, -one.freed_bytes))]
     held = accumulate(change for _, change in changes)
     memory = [(time_s, nbytes) for (time_s, change), nbytes in zip(changes, held, strict=True) if change]
     return Timeline(tuple(spans), ((0.0, 0), *memory), title)
+
+
+def steps_s(
+    schedule: Schedule,
+    layers: Sequence[LayerProfile],
+    link: Link,
+    steps: Iterable[Point | Interlude],
+    policies: Sequence[LayerPolicy | None],
+) -> float:
+    """Seconds of any steps: when the timeline's last span of compute ends."""
+    queues, queued_s = _run(schedule, layers, link, steps, policies)
+    return max(queued_s, queues["compute"][-1].end_s)
+
+
+def _run(
+    schedule: Schedule,
+    layers: Sequence[LayerProfile],
+    link: Link,
+    steps: Iterable[Point | Interlude],
+    policies: Sequence[LayerPolicy | None] | None,
+) -> tuple[dict[Lane, list[_Task]], float]:
+    """What each stream does, and when; and the host's seconds."""
+    offloaded, steps = {*schedule.offloaded_layers}, [*steps]
+    pieces = [
+        layer_pieces(layer, policy, offloads=number in offloaded)
+        for number, (layer, policy) in enumerate(zip(layers, policies or (None,) * len(layers), strict=True))
+    ]
+    queues: dict[Lane, list[_Task]] = {lane: [] for lane in LANES}
+    for task in _tasks(schedule, layers, pieces, steps):
+        queues[task.lane].append(task)
+    _find_times(queues, link)
+    host_s = math.fsum(pieces[one.layer].host_s for one in steps if isinstance(one, Point) and one.phase == "F")
+    return queues, host_s
 
 
 def _tasks(
@@ -172,17 +200,17 @@ def _tasks(
         for layer in schedule.releases(step):
             yield hold(-sum(pieces[layer].offloaded), next(reversed(copies[layer]), None))
         for layer in schedule.reloads(step):
-            yield (here := hold(sum(pieces[layer].offloaded)))
+            yield (reached := hold(sum(pieces[layer].offloaded)))
             copies[layer] = [
-                _Task("h2d", "reload", nbytes, f"reload {layer}", layer, here) for nbytes in pieces[layer].offloaded
+                _Task("h2d", "reload", nbytes, f"reload {layer}", layer, reached) for nbytes in pieces[layer].offloaded
             ]
             yield from reversed(copies[layer])
-        layer = step.layer
+        layer, here = step.layer, repr(step)
         forward = step.phase == "F"
         workspace_bytes = (layers[layer].forward_workspace_bytes or 0) if forward else pieces[layer].workspace_bytes
         yield hold(workspace_bytes)
         for piece in pieces[layer].forward if forward else pieces[layer].backward:
-            label = f"R{layer}" if piece.kind == "recompute" else repr(step)
+            label = f"R{layer}" if piece.kind == "recompute" else here
             after = None if piece.awaits is None else copies[layer][piece.awaits]
             taken, freed = piece.taken_bytes, piece.freed_bytes
             yield (task := _Task("compute", piece.kind, piece.seconds, label, layer, after, taken, freed))
@@ -192,24 +220,33 @@ def _tasks(
         yield hold(-workspace_bytes)
 
 
-def _run(queues: Mapping[Lane, Sequence[_Task]], link: Link) -> None:
+def _find_times(queues: Mapping[Lane, Sequence[_Task]], link: Link) -> None:
     """Find when each task starts and ends: a stream runs one at a time, in order, and the copies share the link."""
-    now_s, left = 0.0, dict[_Task, float]()  # of the amounts of tasks that have begun
-    waiting = [deque(tasks) for tasks in queues.values()]
-    while busy := [queue for queue in waiting if queue and ((after := queue[0].after) is None or after.end_s <= now_s)]:
-        lanes = {queue[0].lane for queue in busy}
-        d2h, h2d = link.rates(d2h="d2h" in lanes, h2d="h2d" in lanes)
-        rates = {"compute": 1.0, "d2h": d2h, "h2d": h2d}
-        ends = [now_s + left.get(task := queue[0], task.amount) / rates[task.lane] for queue in busy]
-        then_s = min(ends)
-        for queue, end_s in zip(busy, ends, strict=True):
+    # Compute waits for copies and is never slower for them, so it runs ahead, and the copies from event to event.
+    computed_s = now_s = 0.0
+    compute, *copies = (deque(queues[lane]) for lane in LANES)
+    left = dict[_Task, float]()  # of the amounts of copies that have begun
+    while True:
+        while compute and (sooner_s := compute[0].waits_until_s) < math.inf:
+            task = compute.popleft()
+            task.start_s = max(computed_s, sooner_s)
+            computed_s = task.end_s = task.start_s + task.amount
+        waiting_s = [queue[0].waits_until_s if queue else math.inf for queue in copies]
+        busy = [until_s <= now_s for until_s in waiting_s]
+        rates = link.rates(d2h=busy[0], h2d=busy[1])
+        begun = [(queue, rate) for queue, rate, runs in zip(copies, rates, busy, strict=True) if runs]
+        ends = [now_s + left.get(queue[0], queue[0].amount) / rate for queue, rate in begun]
+        then_s = min([*ends, *(until_s for until_s in waiting_s if until_s > now_s)], default=math.inf)
+        if then_s == math.inf:
+            return
+        for (queue, rate), end_s in zip(begun, ends, strict=True):
             task = queue[0]
             task.start_s = min(task.start_s, now_s)
             if end_s == then_s:
                 task.end_s = then_s
                 queue.popleft()
             else:
-                left[task] = max(0.0, left.get(task, task.amount) - (then_s - now_s) * rates[task.lane])
+                left[task] = max(0.0, left.get(task, task.amount) - (then_s - now_s) * rate)
         now_s = then_s
 
 
