@@ -32,7 +32,7 @@ from offload.recompute.compiled_levels import Level
 # The compiler's own imports, its advice on float32, and what it does to inputs that are no leaves.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")]
 
-LAYERS = 6
+LAYERS = 4
 EAGER = {"backend": "aot_eager"}
 
 
@@ -40,6 +40,12 @@ EAGER = {"backend": "aot_eager"}
 def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     caplog.set_level(logging.INFO, "offload")
     return caplog
+
+
+@pytest.fixture(autouse=True)
+def half_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler takes most of these tests' time, for each layer and level."""
+    monkeypatch.setattr(follow_compiled, "MOST_TIMED", LAYERS // 2)
 
 
 def built(block: Any, lab: Lab) -> tuple[nn.ModuleList, torch.Tensor]:
@@ -332,7 +338,7 @@ def test_a_given_plan_whose_first_layer_is_compiled(lab: Lab) -> None:
     """Counting memory in a hook inside of the compiled call left PyTorch without its dispatch modes."""
     layers, x = built("mlp", lab)
     profile = offload.profile_layers(layers, lambda: step_gradients(layers, x), min_bytes=1, device=lab.device)
-    plan = offload.plan(profile, "1MiB", offload.Link(1e9, 1e9, 1.5e9))
+    plan = offload.plan(profile, "512KiB", offload.Link(1e9, 1e9, 1.5e9))
     layers[0].compile(**EAGER)
     expected = seeded(layers, x)
     with offload.offload_layers(layers, plan=plan, min_bytes=1, device=lab.device) as handle:
