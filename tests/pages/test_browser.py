@@ -174,7 +174,9 @@ class QuietHandler(http.server.SimpleHTTPRequestHandler):
 def site(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """The site's folder and its build, from nothing but what the repository holds: notebooks as they are stored."""
     folder = tmp_path_factory.mktemp("site")
-    build = [sys.executable, "-m", "sphinx", "-n", "-W", "--keep-going", "-q", ".", str(folder)]
+    # As ``python -m sphinx`` does, without looking through all it has made again and again: a quarter of the time.
+    program = "import gc, sys; gc.disable(); from sphinx.cmd.build import main; sys.exit(main(sys.argv[1:]))"
+    build = [sys.executable, "-c", program, "-n", "-W", "--keep-going", "-q", ".", str(folder)]
     variables = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(build, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=1000, check=False)
     return folder, done
