@@ -36,7 +36,7 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("model", nargs="?", help="a name on Hugging Face's Hub, or a folder; by default a small Llama")
 parser.add_argument("--tokens", type=int, default=128 if on_cpu else 8192, help="in one step of one rank")
 parser.add_argument("--steps", type=int, default=6)
-parser.add_argument("--memory-budget", default="8MiB" if on_cpu else "auto", help="of each rank, for activations")
+parser.add_argument("--memory-budget", default="5MiB" if on_cpu else "auto", help="of each rank, for activations")
 parser.add_argument("--max-host-bytes", default="100GiB", help="of each rank: its part of the host's memory")
 arguments = parser.parse_args()
 
@@ -44,9 +44,9 @@ torch.manual_seed(0)  # all ranks make the same weights
 if arguments.model:  # in float32, on the CPU of each rank
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32, use_cache=False)
 else:
-    width = 128 if on_cpu else 1024
+    width, layers = (128, 4) if on_cpu else (1024, 8)
     shape = {"hidden_size": width, "intermediate_size": 3 * width, "num_attention_heads": width // 64}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=2048, num_hidden_layers=8, use_cache=False, **shape))
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=2048, num_hidden_layers=layers, use_cache=False, **shape))
 model.train()
 
 # Each rank holds its part of the float32 weights on its GPU. A layer is gathered in bfloat16 while it runs.

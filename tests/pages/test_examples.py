@@ -26,6 +26,7 @@ TRAINED = {
     "peft_lora",
     "trl_sft",
 }
+WHOLE_ENDS = {"basic", "full_fine_tune", "manual", "weight_streaming"}  # one for each kind of what the library holds
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
@@ -42,7 +43,8 @@ def run(example: Path, folder: Path, variables: dict[str, str], imported: Sequen
     """Run it as a script; without a GPU, with modules imported that it imports in any case."""
     outside = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
     environment = outside | {"MPLBACKEND": "agg"} | variables
-    [done] = run_scripts([[str(example)]], folder, environment, imported=imported, strict=True)
+    whole = example.stem in WHOLE_ENDS
+    [done] = run_scripts([[str(example)]], folder, environment, imported=imported, strict=True, whole_end=whole)
     assert done.code == 0, done.output
 
 
@@ -62,7 +64,9 @@ def test_on_the_cpu(example: Path, tmp_path: Path) -> None:
 def test_ranks_on_the_cpu(name: str, tmp_path: Path) -> None:
     """As torchrun starts them; that the script can do so itself is shown by the example of a pipeline, nightly."""
     example = ROOT / "docs" / "examples" / f"{name}.py"
-    for done in run_scripts([[str(example)]] * 2, tmp_path, as_torchrun(os.environ | NO_GPU, 2)):
+    for done in run_scripts(
+        [[str(example)]] * 2, tmp_path, as_torchrun(os.environ | NO_GPU, 2), whole_end=name == "ddp"
+    ):
         assert done.code == 0, done.output
 
 
