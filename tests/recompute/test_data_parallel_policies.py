@@ -20,8 +20,7 @@ def test_gradients_and_weights_are_the_same(kind: str, name: str, ranks: list[di
         assert found[kind, name]["stats"].late_reloads == 0
 
 
-@pytest.mark.parametrize("budget", worker.BUDGETS)
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "compiled"])
+@pytest.mark.parametrize(("kind", "budget"), worker.BUDGETS)
 def test_a_budget_gives_the_same_gradients(kind: str, budget: str, ranks: list[dict[Any, Any]]) -> None:
     for found in ranks:
         assert found[kind, budget]["different"] == []
