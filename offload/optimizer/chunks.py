@@ -146,7 +146,8 @@ class ChunkStepper:
             try:
                 self.backend.wait_on_host(copied, StepWait.READ)
             except Exception:
-                self.last_copy = None  # the program is told once, and may load a checkpoint
+                # The program is told once, and must load a checkpoint.
+                self.last_copy, self.torn = None, "a copy of state has failed"
                 raise
             self.last_copy = None  # after the wait: an interrupt leaves it to the next
 

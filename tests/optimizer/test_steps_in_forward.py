@@ -331,7 +331,8 @@ def test_a_graph_from_before_the_step_is_refused(lab: Lab) -> None:
         loss.backward()
 
 
-def test_a_failed_copy_is_told_once(lab: Lab) -> None:
+@pytest.mark.parametrize(("copy", "steps"), [(20, False), (54, True)], ids=["in the step", "behind it"])
+def test_a_failed_copy_is_told_once(copy: int, steps: bool, lab: Lab) -> None:
     """And what is read after a checkpoint was loaded is the checkpoint's."""
     if lab.device.type != "cpu":
         return
@@ -339,11 +340,19 @@ def test_a_failed_copy_is_told_once(lab: Lab) -> None:
     run.steps(range(2))
     saved = run.checkpoint
     run.backward(2)
-    with FAULTS["copy fails"](lab, 20), suppress(RuntimeError):
+    stepped = False
+    with FAULTS["copy fails"](lab, copy), suppress(RuntimeError):
         run.optimizer.step()
+        stepped = True
         run.model.state_dict()
         run.optimizer.state_dict()
         raise AssertionError("nobody was told")
+    assert stepped == steps
+    assert {type(one) for one in run.model.parameters()} == {nn.Parameter}
+    with pytest.raises(RuntimeError, match="parameters and optimizer state must belong to one step"):
+        run.optimizer.state_dict()
+    if stepped:
+        run.handle.synchronize()
     run.load(saved)
     run.steps(range(2, 4))
     assert_same(resident(lab.device, range(4)), run.values)

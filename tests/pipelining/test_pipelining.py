@@ -192,6 +192,31 @@ def test_an_operation_that_fills_a_part_saves_all_its_tensors_there():
     assert handle.stats().offloaded_bytes == handle.stats().reloaded_bytes == handle.plan.offloaded_bytes
 
 
+class SavesUnused(nn.Module):
+    """Begins with something that no loss uses, and that outlives the step."""
+
+    def __init__(self):
+        super().__init__()
+        self.side, self.up = (nn.Linear(pipeline_worker.WIDTH, pipeline_worker.WIDTH) for _ in range(2))
+        self.unused = []
+
+    def forward(self, x):
+        self.unused.append(self.side(x).tanh())
+        return self.up(x).sin()
+
+
+@pytest.mark.usefixtures("_group")
+def test_backward_passes_parts_of_which_it_asks_for_nothing():
+    """Reloads of the next chunk begin there."""
+    stage = PipelineStage(SavesUnused(), 0, 1, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, 4, loss_fn=pipeline_worker.loss_of)
+    expected = step(schedule, stage)
+    with attach(schedule, profile=GUESS, parts=2) as handle:
+        assert same(step(schedule, stage), expected)
+    assert handle.stats().reloaded_bytes > 0
+    assert handle.stats().late_reloads == 0
+
+
 def test_the_seconds_of_weights_count_as_time_to_copy():
     actions = ["1F0", "2F0", "2I0", "2W0", "2F1", "2I1", "2W1", "1B0"]
     costs = {1: StageProfile(1.0, 2.0, 0.0, 4), 2: StageProfile(1.0, 1.0, 6.0, 0)}
