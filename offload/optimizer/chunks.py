@@ -146,8 +146,7 @@ class ChunkStepper:
             try:
                 self.backend.wait_on_host(copied, StepWait.READ)
             except Exception:
-                # The program is told once, and must load a checkpoint.
-                self.last_copy, self.torn = None, "a copy of state has failed"
+                self.last_copy, self.torn = None, "a copy of state has failed"  # the program is told once
                 raise
             self.last_copy = None  # after the wait: an interrupt leaves it to the next
 
