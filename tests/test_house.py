@@ -95,8 +95,8 @@ def test_importing_the_library_changes_nothing() -> None:
     assert done.returncode == 0, done.stderr
 
 
-OTHERS = {"_version", "_base", "_getframe", "_replace", "_loss_function", "_get_grad_norm"}
-OTHERS |= {"_c10d_functional", "_c10d_functional_autograd"}
+OTHERS = {"_version", "_base", "_getframe", "_replace", "_loss_function", "_gradient_checkpointing_func"}
+OTHERS |= {"_c10d_functional", "_c10d_functional_autograd", "_get_grad_norm"}
 """What PyTorch documents of tensors and operations; private names of Python and of Hugging Face."""
 
 

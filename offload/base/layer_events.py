@@ -4,10 +4,12 @@ A layer's forward begins; the forward returns, raises, or is cut off by an inter
 more to recompute what was not saved. Each part of the library has a :class:`LayerListener` on each layer. A listener
 learns from the layer's output when backward begins: see :func:`offload.base.torch_private.before_backward`.
 
-PyTorch's module hooks leave two things to this file:
+PyTorch's module hooks leave three things to this file:
 
 - After ``KeyboardInterrupt`` PyTorch calls no hooks. So a forward may begin although the forward before, of this layer
   or another, has not ended. Listeners tidy up then, or when the user asks for something.
+- Hugging Face models of transformers 5.17 and before checkpoint the layer's whole call. The hooks run inside of that
+  checkpoint, which has saved the layer's inputs by then. Such a layer begins and ends around its checkpoint function.
 - Hooks are copied and pickled with their module; the hooks of a copy do nothing.
 """
 
@@ -55,12 +57,13 @@ class Turn(IntEnum):
 class LayerCall:
     """One run of a layer's forward, which begins now, with the module in training mode or not."""
 
-    __slots__ = ("error_around", "first_node", "listeners", "recomputes", "told", "training")
+    __slots__ = ("error_around", "first_node", "in_checkpoint", "listeners", "recomputes", "told", "training")
 
-    def __init__(self, listeners: Sequence[LayerListener], *, training: bool) -> None:
+    def __init__(self, listeners: Sequence[LayerListener], *, training: bool, in_checkpoint: bool = False) -> None:
         self.training = training
         self.recomputes = in_backward()  # whether backward runs the forward, to recompute what was not saved
         self.first_node = next_node()  # the number of the first node that autograd makes in it
+        self.in_checkpoint = in_checkpoint  # whether a checkpoint of the layer's whole call tells, and hooks do not
         self.listeners = listeners
         self.told = 0  # so many of them know of the beginning, and so have to know of the end
         self.error_around: BaseException | None = sys.exception()  # handled by the program around: none of the layer's
@@ -205,6 +208,7 @@ class _LayerEvents:
             layer.register_state_dict_pre_hook(_Hook(self, self._before_access)),
             layer.register_load_state_dict_pre_hook(_Hook(self, self._before_access)),
         ]
+        _wrap_checkpoint(layer, self)
         forget_compiled()
 
     def tell(self, listeners: Iterable[LayerListener]) -> None:
@@ -219,32 +223,55 @@ class _LayerEvents:
         if not self.listeners:
             for hook in self._hooks:
                 hook.remove()
+            function = vars(layer).get(_CHECKPOINT)
+            if isinstance(function, _Checkpoint):
+                setattr(layer, _CHECKPOINT, function.function)
             forget_compiled()
 
-    def _before_forward(self, module: nn.Module, args: object, kwargs: object) -> None:
+    def begin(self, inputs: object, *, training: bool, in_checkpoint: bool = False) -> None:
         passes = self._passes is not None and self._passes()
-        call = LayerCall(() if passes else self.listeners, training=module.training)
+        call = LayerCall(() if passes else self.listeners, training=training, in_checkpoint=in_checkpoint)
         self._running[threading.get_ident(), call.recomputes] = call
         for listener in call.listeners:
             call.told += 1  # first: also one that fails half-way is told of the end
-            listener.begin_forward(call, (args, kwargs))
+            listener.begin_forward(call, inputs)
 
-    def _after_forward(self, module: nn.Module, _: object, output: object) -> None:
-        call = self._running.pop((threading.get_ident(), in_backward()), None)
+    def end(self, output: object, *, training: bool, in_checkpoint: bool = False) -> None:
+        key = threading.get_ident(), in_backward()
+        call = self._running.get(key)
         if call is None:
             # A hook of the program's has raised before ours was called, or the layer has called itself.
-            call = LayerCall(self.listeners, training=module.training)
+            call = LayerCall(self.listeners, training=training)
             call.error_around = None
             call.told = len(self.listeners)
+        elif call.in_checkpoint and not in_checkpoint:
+            return
+        else:
+            del self._running[key]
         failed = sys.exception() is not call.error_around
         _tell_end(call, failed=failed)
         if not failed:
             for listener in call.listeners:
                 listener.forward_returned(call, output)
 
+    def _before_forward(self, module: nn.Module, args: object, kwargs: object) -> None:
+        if _CHECKPOINT in vars(module):
+            _wrap_checkpoint(module, self)  # the program may have turned checkpointing on since
+        call = self.running if self._running else None
+        if call is None or not call.in_checkpoint:
+            self.begin((args, kwargs), training=module.training)
+
+    def _after_forward(self, module: nn.Module, _: object, output: object) -> None:
+        self.end(output, training=module.training)
+
     def _before_access(self, *_: object) -> None:
         for listener in self.listeners:
             listener.before_access()
+
+    @property
+    def running(self) -> LayerCall | None:
+        """This thread's forward that has not ended: the recomputation if backward runs, and else the ordinary one."""
+        return self._running.get((threading.get_ident(), in_backward()))
 
 
 def _tell_end(call: LayerCall, *, failed: bool) -> None:
@@ -277,6 +304,42 @@ class _Hook:
 def _events_of(layer: nn.Module) -> _LayerEvents | None:
     hooks = forward_pre_hooks(layer).values()
     return next((hook.events for hook in hooks if isinstance(hook, _Hook) and hook.events is not None), None)
+
+
+class _Checkpoint:
+    """A Hugging Face layer's checkpoint function; where it is called around the layer, it tells of begin and end."""
+
+    def __init__(self, function: Callable[..., object], events: _LayerEvents) -> None:
+        self.function = function
+        self.events = events
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        call = self.events.running
+        if (call is not None and not call.in_checkpoint) or in_backward() or _silence.on:
+            # The layer's forward calls it, inside of the hooks, as in newer models.
+            return self.function(*args, **kwargs)
+        output = None
+        try:  # before the first event, so that an interrupt at any place ends what has begun
+            # The first argument calls the layer, and has its keywords.
+            keywords = args[0].keywords if args and isinstance(args[0], partial) else {}
+            self.events.begin((args[1:], keywords | kwargs), training=True, in_checkpoint=True)
+            output = self.function(*args, **kwargs)
+        finally:
+            self.events.end(output, training=True, in_checkpoint=True)
+        return output
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (unchanged, (self.function,))
+
+
+_CHECKPOINT = "_gradient_checkpointing_func"
+
+
+def _wrap_checkpoint(module: nn.Module, events: _LayerEvents) -> None:
+    """Let the layer's checkpoint function tell, if it has one now."""
+    function = vars(module).get(_CHECKPOINT)
+    if function is not None and not isinstance(function, _Checkpoint):
+        setattr(module, _CHECKPOINT, _Checkpoint(function, events))
 
 
 def unchanged(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -348,6 +348,8 @@ class FollowCompiledPlan(FollowPlan):
         if len(timed) >= MOST_TIMED:
             known = {level: fmean(one.get(level, 0.0) for one in timed) for level in Level}
         try:
+            if call.in_checkpoint:
+                raise NotCompiledError("the program checkpoints it")
             found = try_levels(layer, policies.forward, inputs, self._rules, self._backend, known)
         except NotCompiledError as error:
             self._give_up(number, layer, policies.forward, error)

@@ -308,7 +308,7 @@ def count_inputs(memory: MemoryPeak, inputs: Iterable[torch.Tensor], device: tor
 
 def warn_if_checkpointed(call: LayerCall, names: str) -> bool:
     """Say that a layer runs in a checkpoint of the program, in forward or in backward; whether it does."""
-    if not (in_checkpoint() or (in_backward() and torch.is_grad_enabled())):
+    if call.in_checkpoint or not (in_checkpoint() or (in_backward() and torch.is_grad_enabled())):
         return False
     warn_caller(
         "layers must run without torch.utils.checkpoint around them, which decides itself what is saved: "

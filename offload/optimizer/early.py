@@ -32,6 +32,10 @@ from offload.optimizer.state import WeightHolder, holders_of, local
 
 _logger = logging.getLogger(__name__)
 
+LEFT_SHARE = 0.25
+"""Of the state, what is stepped beside the next forward where backward steps the rest: forward's part of the time of a
+step, if that is checkpointed."""
+
 CUT_OFF = "backward was cut off when some parameters had made their step"
 
 Given = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -74,12 +78,18 @@ class FreedGradient(torch.Tensor):
 
 
 class BackwardSteps:
-    """Steps parameters of ``stepper`` in backward, and takes their gradients if ``consume``."""
+    """Steps parameters of ``stepper`` in backward, and takes their gradients if ``consume``.
 
-    def __init__(self, stepper: ChunkStepper, *, consume: bool) -> None:
+    If steps may run beside the next forward as well (``leave``), some are left to it, so that the link has the whole
+    step for its copies.
+    """
+
+    def __init__(self, stepper: ChunkStepper, *, consume: bool, leave: bool = False) -> None:
         self.enabled = True  # False inside no_step()
         self.stepper = stepper
         self._consume = consume
+        self._leave = leave
+        self._left: set[torch.Tensor] = set()  # parameters that optimizer.step() steps, once their order is known
         self._stream = stepper.backend.new_stream("optimizer")
         self._hooks: dict[torch.Tensor, RemovableHandle] = {}
         # The parameters may outlive the optimizer, and must not keep it.
@@ -168,6 +178,8 @@ class BackwardSteps:
         check_dense(parameter)
         if parameter not in self.groups:
             return  # it was taken out of the optimizer
+        if parameter in self._left:
+            return
         if self._consume:
             store.of(parameter).gradient, parameter.grad = parameter.grad, None
         self._waiting[parameter] = None
@@ -293,9 +305,23 @@ class BackwardSteps:
             while self._flights:
                 self._land()
             self.stepper.torn = ""
+            if self._leave and not self._left:
+                self._left = self._spread()
             for parameter, gradient in self._seen.items():
                 if gradient is None and parameter.grad is None:
                     parameter.grad = FreedGradient(parameter)
+
+    def _spread(self) -> set[torch.Tensor]:
+        """Parameters with a part of what the link carries, spread over the last backward: the link never idles."""
+        store, left = self.stepper.store, set()
+        all_bytes = left_bytes = 0
+        for one in self._seen:
+            nbytes = 0 if store.of(one).resident else local(one).numel() * store.bytes_per_element(one)
+            all_bytes += nbytes
+            if 0 < left_bytes + nbytes <= LEFT_SHARE * all_bytes:
+                left_bytes += nbytes
+                left.add(one)
+        return left
 
 
 def _drop_freed(parameters: Iterable[torch.Tensor]) -> None:

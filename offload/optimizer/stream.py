@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from offload.activations.stats import Stats
-from offload.base.checks import check_type, format_bytes, parse_bytes
+from offload.base.checks import check_type, format_bytes, parse_bytes, warn_caller
 from offload.base.layer_events import Handle, with_attribute
 from offload.base.tensors import check_values
 from offload.base.torch_private import interpreted
@@ -113,16 +113,25 @@ class StreamedOptimizer(Handle):
         State of parameters whose weights are streamed moves to ordinary memory of the host instead. State in
         ``state_dtype`` gets the dtype of its parameter, as ``load_state_dict`` of an optimizer does it. With
         ``on_device=False`` the state remains on the host, as it is: for what does not fit on the device, and for an
-        optimizer that steps no more.
+        optimizer that steps no more. Where the device has too little memory, as after an error that it had none, the
+        state remains there too, and a warning says so.
         """
         stepper = self._stepper
         if stepper is None:
             return
         if self._forward is not None:
             self._forward.close()
-        host = stepper.store.shown  # a look into it waits for the copies
+        state = defaultdict(dict, dict(stepper.store.shown.items()))  # a look into it waits for the copies
         if (optimizer := stepper.reference()) is not None:  # else it has gone with its state
-            optimizer.state = stepper.store.moved_back() if on_device else defaultdict(dict, dict(host.items()))
+            if on_device:
+                try:
+                    state = stepper.store.moved_back()
+                except torch.OutOfMemoryError as error:  # on the way out of a block, this would hide the block's own
+                    warn_caller(
+                        f"the optimizer's state remains in host memory, as the device has no room for it ({error}). "
+                        "Free some, then optimizer.load_state_dict(optimizer.state_dict()) moves it."
+                    )
+            optimizer.state = state
             _streamed.discard(optimizer)
         for hook in self._hooks:
             hook.remove()
@@ -268,7 +277,9 @@ def stream_optimizer(
         overlap_forward: Return from ``optimizer.step()`` when its chunks are queued. The next forward begins while they
             are stepped, and what reads a parameter first, layer or program, waits for the parameter. For gradients that
             are clipped, scaled or accumulated, and so cannot be stepped in backward. Takes device memory: gradients
-            are freed as their parameters are read. With compiled code, ``step()`` waits as without the option.
+            are freed as their parameters are read. With compiled code, ``step()`` waits as without the option. With
+            ``in_backward``, a quarter of the state is stepped so from the second step on, and backward steps the rest:
+            short steps have the link for their whole time.
 
     Returns:
         A handle with ``stats()`` and ``remove()``, which is also a context manager.
@@ -285,8 +296,6 @@ def stream_optimizer(
     check_float32(state_dtype, master_weights=master_weights)
     if consume_gradients and not in_backward:
         raise ValueError("consume_gradients must be False without in_backward=True, got True; pass both.")
-    if overlap_forward and in_backward:
-        raise ValueError("overlap_forward must be False with in_backward=True, got True; pass one of them.")
     device = _step_device(optimizer)
     parameters = [parameter for _, parameter in with_groups(optimizer)]
     for holder in holders_of(parameters) if in_backward else ():
@@ -316,7 +325,7 @@ def stream_optimizer(
         stepper.store.adopt(optimizer.state)
     if stepper.counters["host_bytes"]:  # else slots for a small model would hold more than its state
         stepper.chunk_bytes = max(1, min(stepper.chunk_bytes, stepper.counters["host_bytes"] // MIN_CHUNKS))
-    early = BackwardSteps(stepper, consume=consume_gradients) if in_backward else None
+    early = BackwardSteps(stepper, consume=consume_gradients, leave=overlap_forward) if in_backward else None
     return StreamedOptimizer(stepper, early, ForwardSteps(stepper) if overlap_forward else None)
 
 

@@ -4,6 +4,8 @@ import copy
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -143,6 +145,36 @@ def test_layers_that_their_caller_recomputes(reentrant: bool, device: torch.devi
             assert_same(expected, gradients(leaves, step))
         assert handle.stats().offloaded_bytes == 0
         assert_same(expected, step_gradients(layers, x))
+
+
+class ChecksPoint(DecoderBlock):
+    """As in older Hugging Face models: each call of the layer, hooks and all, is checkpointed."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self._gradient_checkpointing_func: Any = partial(checkpoint, use_reentrant=reentrant)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._gradient_checkpointing_func(super().__call__, *args)
+
+
+def on_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.cpu() for tensor in tensors]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_whose_calls_are_checkpointed(reentrant: bool, streamed: bool, device: torch.device) -> None:
+    """What the checkpoint saves is all there is to move: the layers' inputs."""
+    layers, x = build(lambda: ChecksPoint(reentrant), LAYERS, device)
+    expected = step_gradients(layers, x)
+    weights = stream_weights(layers, device) if streamed else nullcontext()
+    with weights, handle_for(layers) as handle:
+        for _ in range(2):
+            before = handle.stats().offloaded_bytes
+            assert_same(on_host(expected), on_host(step_gradients(layers, x)))
+            # The first one's input is a leaf.
+            assert handle.stats().offloaded_bytes - before == 2 * x.nbytes
 
 
 @pytest.mark.parametrize("weights_first", [False, True])

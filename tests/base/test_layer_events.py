@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, compute_device, listeners_on
 
@@ -38,6 +39,7 @@ def test_a_listener_that_cannot_end_keeps_no_other_from_it(error: BaseException)
 
 def test_listeners_come_and_go() -> None:
     layer = nn.Tanh()
+    layer._gradient_checkpointing_func = checkpoint  # as layers of Hugging Face have it
     first, second = Notes(WEIGHTS, notes := []), Notes(ACTIVATIONS, notes)
     second.device = torch.device("meta")
     one, other = Attachment([layer], [first]), Attachment([layer], [second])
@@ -53,6 +55,7 @@ def test_listeners_come_and_go() -> None:
     layer.load_state_dict(layer.state_dict())
     layer(torch.ones(3))
     assert notes == ["activations begins", "activations ends"]
+    assert layer._gradient_checkpointing_func is checkpoint
     assert not layer._forward_hooks
     assert not layer._forward_pre_hooks
     assert not layer._state_dict_pre_hooks

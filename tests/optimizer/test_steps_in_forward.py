@@ -4,7 +4,7 @@ import copy
 import gc
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from faults import FAULTS
 from lab import Lab, LateOptimizer
 from models import assert_same
 from torch import nn
-from training import Training, adamw, batch, build, loss_of, resident, stream
+from training import WIDTH, Training, adamw, batch, loss_of, resident, stream, values
 
 from offload.base.torch_private import refuse_access
 from offload.device.cuda import CaptureError
@@ -379,9 +379,35 @@ def test_a_forward_that_fails_changes_nothing(lab: Lab) -> None:
     assert_same(resident(lab.device, range(4)), run.values)
 
 
+@pytest.mark.parametrize("consume", [False, True])
+def test_backward_leaves_a_part_to_the_next_forward(consume: bool, lab: Lab) -> None:
+    """Once a backward has shown in which order gradients come; microbatches before the last one step nothing."""
+    lab.adverse()
+
+    def trained(**options: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8))).to(lab.device)
+        optimizer = adamw(model.parameters())
+        handle = stream(optimizer, chunk_bytes="4KiB", **options) if options else None
+        for number in range(5):
+            with nullcontext() if handle is None else handle.no_step():
+                loss_of(model, number).backward()
+            loss_of(model, number + 9).backward()
+            if handle is not None:
+                left = [name for name, one in model.named_parameters() if type(one.grad) is torch.Tensor]
+                assert not consume or ("0.weight" not in left and (number > 0) == ("3.weight" in left))
+            optimizer.step()
+            optimizer.zero_grad()
+        if handle is not None:
+            in_forward = handle.stats().forward_parameters / (4 * 16)
+            assert 0.1 < in_forward < 0.9
+            assert handle.stats().backward_chunks > 0
+        return values(model, optimizer)
+
+    assert_same(trained(), trained(in_backward=True, overlap_forward=True, consume_gradients=consume))
+
+
 def test_refused_at_once(lab: Lab) -> None:
-    with pytest.raises(ValueError, match="overlap_forward must be False with in_backward=True, got True; pass one"):
-        stream(adamw(build(lab.device).parameters()), overlap_forward=True, in_backward=True)
     own = type("Sharded", (nn.Parameter,), {})(torch.zeros(2, device=lab.device))
     message = f"unless each parameter is an nn.Parameter on the device, got a Sharded on {lab.device}; leave it out"
     with pytest.raises(ValueError, match=message):

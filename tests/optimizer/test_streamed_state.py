@@ -74,6 +74,29 @@ def test_remove_brings_the_state_back(lab: Lab) -> None:
     stream(run.optimizer).remove()
 
 
+def test_state_that_the_device_has_no_room_for_remains_on_the_host(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in the block is the one that the program gets, and nothing is lost."""
+    run = Training(lab.device)
+    run.steps(range(2))
+
+    def fail(*_: Any, **__: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory is left")
+
+    def block() -> None:
+        with monkeypatch.context() as patch, run.handle:
+            patch.setattr(torch, "empty_like", fail)
+            raise ZeroDivisionError
+
+    message = r"the optimizer's state remains in host memory, .* \(no memory is left\)"
+    with pytest.warns(UserWarning, match=message), pytest.raises(ZeroDivisionError):
+        block()
+    assert run.handle.state == "removed"
+    run.optimizer.load_state_dict(run.optimizer.state_dict())
+    run.handle = None
+    run.steps(range(2, 4))
+    assert_same(resident(lab.device, range(4)), run.values)
+
+
 def test_a_state_dict_that_was_kept_keeps_its_memory(lab: Lab) -> None:
     run = Training(lab.device)
     run.steps(range(2))
@@ -291,7 +314,14 @@ TIMES = 40
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    "options", [{}, {"in_backward": True, "consume_gradients": True}, {"overlap_forward": True}], ids=str
+    "options",
+    [
+        {},
+        {"in_backward": True, "consume_gradients": True},
+        {"overlap_forward": True},
+        {"in_backward": True, "overlap_forward": True},
+    ],
+    ids=str,
 )
 def test_interrupts(options: dict[str, Any], lab: Lab) -> None:
     def make() -> Training:
