@@ -94,6 +94,7 @@ def region_layers(draw) -> LayerProfile:
         forward_s,
         backward_s,
         workspace_bytes=draw(st.integers(0, 50)) * (1 << 20),
+        after_second_run_bytes=draw(st.integers(0, 50)) * (1 << 20),
         freed_sooner_bytes=draw(st.integers(0, 50)) * (1 << 20),
         small_bytes=draw(st.integers(0, 5)) * (1 << 20),
         forward_workspace_bytes=draw(st.integers(0, 500)) * (1 << 20),

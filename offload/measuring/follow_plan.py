@@ -304,7 +304,7 @@ class FollowPlan(HookedLayers):
         key = frozenset(size.items())
         if key not in self._plans:
             profile, missing_bytes = self._costs.at(size)
-            known = profile.beside(missing_bytes + self._counted_gradients).with_larger_workspace()
+            known = profile.beside(missing_bytes + self._counted_gradients)
             self._plans[key] = relaxed(largest, known, (1 - RESERVE) * self._budget)
         return self._plans[key]
 
@@ -410,8 +410,7 @@ class FollowPlan(HookedLayers):
             slack = SLACK if self._corrections_left == CORRECTIONS else 0.0  # what is predicted is not too high then
             share = slack if among is Among.CHECKPOINTS else -RESERVE
             left = round((1 + share) * self._budget)
-            known = profile if among is Among.CHECKPOINTS else profile.with_larger_workspace()
-            made = make_plan(known, left, link, max_host_bytes=host_bytes, among=among)
+            made = make_plan(profile, left, link, max_host_bytes=host_bytes, among=among)
             return replace(made, memory_budget=self._budget)
 
         profile = self.profile.beside(self.missing_bytes)

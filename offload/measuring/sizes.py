@@ -32,6 +32,7 @@ SIMILAR = 0.7  # from this part of a plan's size on, inputs follow the plan; sma
 
 OF_LAYERS = (
     "forward_s", "backward_s", "workspace_bytes", "forward_workspace_bytes", "freed_sooner_bytes", "small_bytes",
+    "after_second_run_bytes",
 )  # fmt: skip
 """What of a layer follows a line over the bytes of its regions."""
 

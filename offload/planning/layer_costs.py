@@ -247,6 +247,11 @@ def _beside(layer: LayerProfile, costs: RegionCosts, *, offloads: bool) -> tuple
     return 0 if whole else layer.small_bytes, workspace_bytes, host_s
 
 
+def _in_second_run(layer: LayerProfile, costs: RegionCosts, workspace_bytes: int) -> int:
+    """The most that a layer's second run adds to what is kept, and to what else its backward needs."""
+    return costs.second_run_bytes - min(layer.after_second_run_bytes, workspace_bytes, costs.second_run_bytes)
+
+
 @lru_cache(maxsize=256)
 def layer_pieces(layer: LayerProfile, policy: LayerPolicy | None = None, *, offloads: bool) -> LayerPieces:
     """Forward and backward of a layer in pieces."""
@@ -268,7 +273,7 @@ def layer_pieces(layer: LayerProfile, policy: LayerPolicy | None = None, *, offl
         awaits = 0 if moving and moving[0] < costs.rerun[-1] else None  # all of the reload
         more = sum(regions[number].nbytes for number in costs.dropped)
         more -= sum(regions[number].nbytes for number in costs.kept if not regions[number].saved)
-        most = costs.second_run_bytes
+        most = _in_second_run(layer, costs, workspace_bytes)
         backward.append(Piece("recompute", costs.recompute_s, most, most - more, awaits=awaits))
     return LayerPieces(forward, backward[::-1], [regions[number].nbytes for number in moving], workspace_bytes, host_s)
 
@@ -290,6 +295,7 @@ def layer_costs(
         small_bytes, workspace_bytes, host_s = _beside(layer, costs, offloads=offloads)
         recompute_s = math.fsum([regions[number].seconds for number in costs.operations])
         backward_s, held_bytes = layer.backward_s + recompute_s, small_bytes + costs.kept_bytes
+        saved_bytes = small_bytes + layer.saved_bytes  # as much as is held, once the second run is over
         # Each offloaded tensor, last one first, with the bytes from there on: so many are left to copy to the host once
         # it is made, or have been reloaded before its backward.
         last_first = moving[::-1]
@@ -313,7 +319,7 @@ def layer_costs(
             held_bytes,
             offloaded_bytes,
             (layer.forward_workspace_bytes or 0) + small_bytes + costs.forward_bytes,
-            workspace_bytes + held_bytes + costs.second_run_bytes,
+            workspace_bytes + max(saved_bytes, held_bytes + _in_second_run(layer, costs, workspace_bytes)),
             host_s,
         )
 
@@ -395,14 +401,19 @@ def with_workspace(
     """A profile with the memory that layers and loss need beside the layers' activations."""
     # It was ``measured`` in a step under the default schedule, with ``num_layers`` offloaded, under these policies.
     instant = Link(1.0, 1.0, 1.0)  # peaks do not depend on it
-    expected = peaks_of(costs_of(profile, instant, range(num_layers), policies), num_layers)
+    costs = costs_of(profile, instant, range(num_layers), policies)
+    expected = peaks_of(costs, num_layers)
 
     def beside(measured: Sequence[int], expected: Sequence[int]) -> list[int]:
         return [max(0, one - other) for one, other in zip(measured, expected, strict=True)]
 
+    # Nobody has seen when the peak of a backward was: in the second run, or later, when all that the layer saves is
+    # there, and nothing else of that run. So it counts for both.
+    saved = [layer.saved_bytes for layer in profile.layers]
+    later = beside([one.backward_peak_bytes for one in costs], saved)
     more = zip(beside(measured.backward, expected.backward), beside(measured.forward, expected.forward), strict=True)
     layers = (
-        replace(layer, workspace_bytes=backward, forward_workspace_bytes=forward)
-        for layer, (backward, forward) in zip(profile.layers, more, strict=True)
+        replace(layer, workspace_bytes=backward + after, forward_workspace_bytes=forward, after_second_run_bytes=after)
+        for layer, (backward, forward), after in zip(profile.layers, more, later, strict=True)
     )
     return replace(profile, layers=tuple(layers), loss_bytes=max(0, measured.between - expected.between))

@@ -90,6 +90,8 @@ class LayerProfile:
     regions: tuple[RegionProfile, ...] = field(default=(), kw_only=True)
     forward_workspace_bytes: int | None = field(default=None, kw_only=True)  #: In forward; as in backward if left out.
     freed_sooner_bytes: int = field(default=0, kw_only=True)  #: So much less if the whole layer is recomputed.
+    after_second_run_bytes: int = field(default=0, kw_only=True)
+    """So much of ``workspace_bytes`` is on the device only once the layer has run again."""
     small_bytes: int = field(default=0, kw_only=True)  #: Saved beside that, kept unless the whole layer is recomputed.
     host: HostSeconds = field(default=NO_HOST, kw_only=True)
 
@@ -176,15 +178,6 @@ class Profile:
     def with_layers(self, change: Callable[[LayerProfile], LayerProfile], **others: Any) -> Self:
         """The same profile with each layer changed, and with ``others`` among the profile's own fields."""
         return replace(self, layers=tuple(map(change, self.layers)), **others)
-
-    def with_larger_workspace(self) -> Self:
-        """With each layer's larger workspace in both passes: what keeps regions needs more than was measured."""
-
-        def larger(one: LayerProfile) -> LayerProfile:
-            most = max(one.workspace_bytes, one.forward_workspace_bytes or 0)
-            return replace(one, workspace_bytes=most, forward_workspace_bytes=most)
-
-        return self.with_layers(larger)
 
     @property
     def saved_bytes(self) -> int:
