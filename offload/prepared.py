@@ -120,16 +120,16 @@ class PreparedTraining(Handle, MemoryLeft):
         if one.recipe != self.recipe or followed is None or followed.largest_plan is None or predicted is None:
             return one
         made, training, resident = followed.largest_plan, self._training, self.resident_bytes
+        # Gradients are whole when backward ends.
+        peak_bytes = max(made.peak_bytes, training.gradient_bytes(one.recipe))
+        device_bytes = training.held_bytes(one.recipe, resident) + peak_bytes
         if made.peak_bytes > made.memory_budget:
-            return one  # it does not fit
-        # What a step needs where everything is recomputed, as in the measured one.
-        least_bytes = followed.measured_bytes - training.gradient_bytes(predicted.measured)
-        peak_bytes = max(made.peak_bytes, least_bytes + training.gradient_bytes(self.recipe))
+            return replace(one, device_bytes=device_bytes)  # it does not fit
         return replace(
             one,
             plan=made,
             step_s=predicted.step_s(made, one.recipe, resident),
-            device_bytes=training.held_bytes(one.recipe, resident) + peak_bytes,
+            device_bytes=device_bytes,
             host_bytes=training.host_bytes(one.recipe, resident) + made.host_bytes,
             state_bytes=training.state_bytes(one.recipe, resident),
             reason="",

@@ -80,6 +80,7 @@ def peaks(recipe: Recipe, budget: int, accumulate: int, monkeypatch: pytest.Monk
         pytest.param(RESIDENT, 2200, 1, id="all resident"),
         pytest.param(STREAMED, 1000, 1, id="kept layers, whose backward is after no second run"),
         pytest.param(ALL_CONSUMED, 1000, 1, id="the same beside streamed weights"),
+        pytest.param(ALL_CONSUMED, 640, 1, id="a plan that needs less than the measured step"),
     ],
 )
 def test_a_predicted_peak_is_the_measured_one(
