@@ -32,7 +32,9 @@ from offload.base.torch_private import (
     when_backward_ends,
 )
 from offload.device.backend import Backend, Event
+from offload.measuring.memory_left import bytes_of_gradients
 from offload.observe.memory import MemoryPeak
+from offload.optimizer.early import consumed_bytes
 from offload.planning.layer_costs import Peaks
 
 MOST_DELAY_S = 0.02
@@ -223,13 +225,13 @@ class LayerTimes(Attachment):
 
         Nobody can tell where the layer's own gradients or weights go after its backward.
         """
-        early_bytes = sum(leaf.nbytes for leaf in self.early)  # in what was measured already
-        self.behind, self.early, first = [], [], self.layers[0].module()
-        if self.memory is None or first is None or is_sharded(first) or compute_device([first]) is not None:
-            return
-        found_bytes = self._left_bytes - early_bytes - self.memory.other_bytes()
-        # Of small inputs it may be what is there with inputs of any size, such as weights in another dtype.
-        self._before = max(self._before, (elements, max(0, found_bytes)))
+        memory, first = self.memory, self.layers[0].module()
+        if memory is not None and first is not None and not is_sharded(first) and compute_device([first]) is None:
+            early_bytes = sum(leaf.nbytes for leaf in self.early)  # in what was measured already
+            found_bytes = self._left_bytes - early_bytes - self._other_bytes(memory)
+            # Of small inputs it may be what is there with inputs of any size, such as weights in another dtype.
+            self._before = max(self._before, (elements, max(0, found_bytes)))
+        self.behind, self.early = [], []
 
     def before_bytes(self, elements: int) -> int:
         """What is saved before the first layer of inputs of so many elements, beside that layer's input."""
@@ -248,8 +250,7 @@ class LayerTimes(Attachment):
         def compare(leaf: torch.Tensor, total: Sequence[torch.Tensor | None]) -> None:
             # Autograd adds later gradients to the first one. A leaf's hook may give other memory for the sum.
             elsewhere = len(given[leaf]) == 1 and _memory_of(total[0]) not in (0, *given[leaf])
-            # That of an earlier microbatch is as large, and nobody has counted it.
-            if elsewhere and leaf.grad is None and not has_gradient_hooks(leaf, accumulated=False):
+            if elsewhere and not has_gradient_hooks(leaf, accumulated=False):
                 self.early.append(leaf)
 
         while waiting:
@@ -269,9 +270,13 @@ class LayerTimes(Attachment):
     def end_layer(self, gradient: torch.Tensor | None = None) -> None:
         """A layer's backward has ended, with the gradient of its input."""
         if self.memory is not None:
-            new_bytes = sum(leaf.nbytes for leaf in self.behind if leaf.grad is None)  # which are there in the end
             self.layers_bytes = self._most_bytes
-            self._left_bytes = self.memory.other_bytes() - (0 if gradient is None else gradient.nbytes) + new_bytes
+            self._left_bytes = self._other_bytes(self.memory) - (0 if gradient is None else gradient.nbytes)
+
+    def _other_bytes(self, memory: MemoryPeak) -> int:
+        """What is allocated now beside the first layer's input and gradients, which may be consumed, or come later."""
+        device = self.backend.device
+        return memory.other_bytes() - consumed_bytes(device) - bytes_of_gradients(self.behind, device)
 
     def mark(self) -> tuple[Event, int]:
         """A mark, and the most that was allocated since the last one, above what there was at the step's start."""

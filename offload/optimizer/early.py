@@ -14,7 +14,7 @@ import logging
 import sys
 import weakref
 from collections import deque
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from functools import partial
 from types import CodeType, FrameType
 from typing import Any
@@ -46,6 +46,15 @@ host, to which that is added; and the weights on the device, where they are upda
 
 norms_logged_by: set[CodeType] = set()
 """Code of trainers that takes the norm of all gradients for a log: freed ones are zero there."""
+
+
+_steps = weakref.WeakSet["BackwardSteps"]()
+
+
+def consumed_bytes(device: torch.device) -> int:
+    """Gradients on a device that their parameters have no more: steps in backward wait for them, or run."""
+    found = (local(one) for each in _steps for one in each.consumed())
+    return sum(one.nbytes for one in found if one.device == device)
 
 
 class FreedGradient(torch.Tensor):
@@ -111,6 +120,7 @@ class BackwardSteps:
         """Runs of autograd's engine that have given a gradient; with reentrant checkpoints they are nested. And the
         backward of streamed layers, which ends by itself."""
         self._holders = weakref.WeakSet[WeightHolder]()
+        _steps.add(self)
         self.watch()
 
     def watch(self) -> None:
@@ -144,6 +154,14 @@ class BackwardSteps:
         self._take_off()
         for holder in list(self._holders):
             holder.end_steps()
+
+    def consumed(self) -> Iterator[torch.Tensor]:
+        """The gradients that are on the device until their steps are over, and that no parameter has."""
+        if self._consume:
+            waiting = (self.stepper.store.of(one).gradient for one in self._waiting)
+            yield from (one for one in waiting if one is not None)
+        for gradients, _, owned in self._flights:
+            yield from gradients if owned else ()
 
     def finish(self) -> set[torch.Tensor]:
         """``optimizer.step()`` was called: returns the parameters that have made the step. Raises if it was wrong."""

@@ -12,7 +12,7 @@ import offload
 from offload.planning.recipes import RECIPES, Recipe
 
 PREPARE = sys.modules["offload.prepare"]  # the function has its name
-RESIDENT, STREAMED, _, ALL_CONSUMED, *_ = RECIPES
+RESIDENT, STREAMED, CONSUMED, ALL_CONSUMED, *_ = RECIPES
 WORDS = 512
 KIB = 1 << 10
 
@@ -81,6 +81,8 @@ def peaks(recipe: Recipe, budget: int, accumulate: int, monkeypatch: pytest.Monk
         pytest.param(STREAMED, 1000, 1, id="kept layers, whose backward is after no second run"),
         pytest.param(ALL_CONSUMED, 1000, 1, id="the same beside streamed weights"),
         pytest.param(ALL_CONSUMED, 640, 1, id="a plan that needs less than the measured step"),
+        pytest.param(CONSUMED, 800, 1, id="gradients that are freed once they are stepped with"),
+        pytest.param(CONSUMED, 1100, 3, id="the same of several microbatches"),
     ],
 )
 def test_a_predicted_peak_is_the_measured_one(
