@@ -12,6 +12,8 @@ from models import Offloading, assert_same, build, loss_of, offloading, save, st
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload import OffloadState, get_cpu_offload_context
+from offload.activations.activation_set import ActivationSet
+from offload.activations.round import Round
 from offload.activations.saved_storage import SavedStorage
 from offload.host.pool import HostBuffer, HostPool
 
@@ -314,3 +316,27 @@ class TestHandOver:
         manual.start_reload_layer(0)
         y.sum().backward()
         assert [value for value, _ in chain.received] == [2.0, 2.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("where", [(Round, "begin_forward"), (ActivationSet, "enter")], ids=["round", "set"])
+def test_an_interrupt_while_a_layer_is_entered(
+    where: tuple[type, str], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next layer is the first one of a microbatch, and nobody is in a layer."""
+    layers, x = build("decoder", 3, device)
+    expected = step_gradients(layers, x)
+    offloaded = offloading(1, 3, device)
+    step_gradients(layers, x, offloaded)
+    before = offloaded.copied_bytes
+    run = getattr(*where)
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        run(*args, **options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            offloaded.forward(layers, x)
+    assert_same(expected, step_gradients(layers, x, offloaded))
+    assert offloaded.copied_bytes == (2 * before[0], 2 * before[1])

@@ -122,6 +122,8 @@ def test_a_larger_microbatch_and_one_without_labels() -> None:
         model(input_ids=many)
         assert not prepared.plan.in_pieces
         many = torch.ones(2, 513, dtype=torch.long)
+        with torch.no_grad():
+            model(input_ids=many, labels=many)
         with pytest.warns(UserWarning, match=WARNING):
             assert model(input_ids=many, labels=many).logits is None
         assert len(prepared.plan.in_pieces) == 1

@@ -8,6 +8,7 @@ import torch
 from lab import Lab
 from models import assert_same
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import offload
 from offload.planning.recipes import RECIPES, Recipe
@@ -120,6 +121,16 @@ def test_streamed_weights_are_stepped_in_backward_by_one_optimizer_alone(lab: La
         planned = [one.recipe for one in prepared.plan.recipes]
     assert CONSUMED in planned
     assert ALL_CONSUMED not in planned
+
+
+def test_weights_remain_on_the_device_where_each_rank_chooses_for_itself(lab: Lab) -> None:
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    model = Model()
+    try:
+        with offload.prepare(model, torch.optim.AdamW(model.parameters()), 1 << 30, device=lab.device) as prepared:
+            assert {one.recipe.weights for one in prepared.plan.recipes} == {"resident"}
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("state_dtype", [None, torch.float32], ids=str)

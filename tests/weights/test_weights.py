@@ -175,6 +175,22 @@ def repeated() -> nn.Module:
     return Composed(lambda own, x: x + own.linear(torch.tanh(own.linear(x))), linear=nn.Linear(WIDTH, WIDTH))
 
 
+def test_gradients_that_need_gradients_are_added_to(device: torch.device) -> None:
+    """Such as a backward with create_graph=True leaves before weights are streamed."""
+    layers, x = build("gpt", 2, device)
+
+    def run() -> list[torch.Tensor]:
+        for parameter in layers.parameters():
+            parameter.grad = torch.ones_like(parameter).requires_grad_()
+        torch.manual_seed(0)
+        backward(layers, x)
+        return [parameter.grad.detach().cpu().clone() for parameter in layers.parameters()]
+
+    expected = run()
+    with stream_weights(layers, device):
+        assert_same(expected, run())
+
+
 def test_autocast_of_a_weight_that_is_used_several_times(device: torch.device) -> None:
     """PyTorch casts the weight once and adds in the lower precision; streaming is as without that cache."""
     layers, x = build(repeated, LAYERS, device)
