@@ -137,7 +137,7 @@ def finished(rows: list[Row], duplex_bytes_per_s: float) -> None:
         (row["tokens"], row["microbatches"]): row["step_s"] for row in timed_rows if row["what"] == "resident"
     }
     for row in timed_rows:
-        row["link_s"] = row.get("link_bytes", 0) / duplex_bytes_per_s
+        row.setdefault("link_s", row.get("link_bytes", 0) / duplex_bytes_per_s)  # rows of other runs have it
         if compute_s := resident_s.get((row["tokens"], row["microbatches"])):
             row["to_resident"] = row["step_s"] / compute_s
             row["to_limit"] = row["step_s"] / max(compute_s, row["link_s"])

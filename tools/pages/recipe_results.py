@@ -1,5 +1,6 @@
 """Whole trainings under one budget, for the pages: from ``results/recipe.json`` and ``optimizer_state.json``."""
 
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ PINNED = "100GiB"
 OPTIONS = f'`max_host_bytes="{PINNED}", step_in_backward=True, state_dtype=torch.float32`'
 
 IN_WORDS = {
-    "weights streamed": "hold the weights in host memory",
-    "gradients consumed": "step in backward, which frees gradients and excludes clipping,",
-    "gradients host": "hold the gradients in host memory",
-    "optimizer streamed": "hold the optimizer state in host memory",
+    "weights streamed": "hold weights on the host",
+    "gradients consumed": "step in backward, freeing gradients and excluding clipping,",
+    "gradients host": "hold gradients on the host",
+    "optimizer streamed": "hold optimizer state on the host",
     "optimizer cpu": "step the optimizer on the CPU",
 }
 """Part of a recipe → what the call does for it."""
@@ -46,12 +47,13 @@ def start_recipe(page: Path) -> str:
     row, resident = best_of(record["rows"])
     chosen = " and to ".join(said for part, said in IN_WORDS.items() if part in row["recipe"].split(", "))
     chunks = f"{link_to(Path('docs/howto/long_context.md'), page)}#a-loss-without-logits"
-    faster = faster_of(record["rows"])
+    faster = faster_of([one for one in record["rows"] if one["tokens"] == row["tokens"]])
     return (
         f"> **{gib(resident['peak_bytes'], 0)} → {gib(row['peak_bytes'], 0)} GiB** on the GPU, "
-        f"{gib(row['pinned_bytes'], 0)} GiB on the host, step **{longer(row, record['rows'])}**: AdamW on {LLAMA}, "
-        f"{row['tokens']:,} tokens, {record['hardware']['gpu']}, against checkpointing, all on the GPU."
-        f"{faster} Both compute the loss [in chunks]({chunks}). With {OPTIONS}, the call chose to "
+        f"{gib(row['pinned_bytes'], 0)} GiB on the host, step **{longer(row, record['rows'])}**{faster}: "
+        f"AdamW on {LLAMA}, {row['tokens']:,} tokens, {record['hardware']['gpu']}, "
+        f"against checkpointing, all on the GPU."
+        f" The loss is [in chunks]({chunks}). With {OPTIONS}, it chose to "
         f"{chosen or 'move nothing'}.\n"
     )
 
@@ -59,12 +61,11 @@ def start_recipe(page: Path) -> str:
 def faster_of(rows: list[Row]) -> str:
     """The smallest budget with a step that is shorter than with everything on the device."""
     kept = [(row, resident_of(row, rows)) for row in rows if row["budget_bytes"] and "error" not in row]
-    less = [(row, other) for row, other in kept if other is not None and row["step_s"] < other["step_s"]]
+    less = [row for row, other in kept if other is not None and row["step_s"] < other["step_s"]]
     if not less:
         return ""
-    row, other = min(less, key=lambda pair: pair[0]["budget_bytes"])
-    memory = f"{gib(other['peak_bytes'], 0)} → {gib(row['peak_bytes'], 0)} GiB"
-    return f" With {row['tokens']:,} tokens: **{memory}**, step **{longer(row, rows)}**."
+    row = min(less, key=lambda row: row["budget_bytes"])
+    return f", or **{gib(row['peak_bytes'], 0)} GiB**, step **{longer(row, rows)}**"
 
 
 @table("whole_trainings")
@@ -75,12 +76,12 @@ def whole_trainings(_page: Path) -> str:
     said = (
         f"{where(record, rows)} "
         f"{LLAMA} in bfloat16, AdamW with float32 moments, the loss in chunks, {OPTIONS}. "
-        "Each row is a process that PyTorch limits to the budget. The rows without a budget have everything on the "
-        "device, with Hugging Face's checkpointing."
+        "Each row is a process that PyTorch limits to the budget. Rows without a budget have all on the device, "
+        "checkpointed by Hugging Face."
     )
     parts = [said]
     for tokens in sorted({row["tokens"] for row in rows}):
-        those = [row for row in rows if row["tokens"] == tokens]
+        those = sorted((row for row in rows if row["tokens"] == tokens), key=itemgetter("budget_bytes"))
         shown = with_runs(cells(those, columns_of(rows)), those, record, among=rows)
         parts.append(f"{tokens:,} tokens:\n\n{markdown_table(shown, left=1, answer=('longer by', 'peak, GiB'))}")
     if any("error" in row and "step_s" in row for row in rows):
@@ -140,8 +141,8 @@ def columns_of(rows: list[Row]) -> Columns:
 
 
 OPTIMIZER: Columns = {
+    "tokens": ("size", str),
     "optimizer state": ("what", lambda what: what.replace("beside the next forward", "while the next forward runs")),
-    "tokens": ("tokens", ","),
     "step, ms": ("step_s", ms),
     "against resident": ("to_resident", ".3f"),
     "link alone, ms": ("link_s", lambda link_s: ms(link_s) if link_s else ""),
@@ -154,7 +155,15 @@ OPTIMIZER: Columns = {
 def optimizer_state(_page: Path) -> str:
     """A step with the state on the device and on the host, by length."""
     record = read("optimizer_state")
-    rows = [row for row in record["rows"] if "step_s" in row]
+
+    def in_order(row: Row) -> tuple[int, int, bool]:
+        return row["tokens"], row["microbatches"], row["what"] != "resident"
+
+    rows = sorted(
+        (row for row in record["rows"] if "step_s" in row), key=lambda row: (row["tokens"], row["microbatches"])
+    )
+    for row in rows:
+        row["size"] = f"{row['tokens']:,}" + (f" x {row['microbatches']}, clipped" if row["clipping"] else "")
     assert all(record["equal"].values())
     shown = with_runs(cells(rows, OPTIMIZER), rows, record)
     return (
