@@ -123,7 +123,7 @@ def prepare(
     # Three slots of each optimizer take together at most a thirtieth of the budget.
     chunk_bytes = max(1 << 12, min(CHUNK_BYTES, budget // 90 // len(optimizers)))
     in_float32: dict[str, Any] = {"state_dtype": state_dtype, "master_weights": master_weights}
-    training = training_bytes(model, modules, optimizers, chunk_bytes, **in_float32)
+    training = training_bytes(model, modules, optimizers, chunk_bytes, target, **in_float32)
     places: set[str] = {"resident", "streamed"}
     if compute_device(modules) is not None:
         places = {"streamed"}  # by the program

@@ -6,6 +6,7 @@ import atexit
 import logging
 import math
 import weakref
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -17,9 +18,10 @@ from offload.base.checks import describe, format_bytes, warn_caller
 from offload.base.tensors import check_values
 from offload.device.select import get_backend
 from offload.host.pool import get_host_pool
+from offload.observe.memory import memory_meter
 from offload.optimizer.chunks import NUM_SLOTS
 from offload.optimizer.early import FreedGradient
-from offload.optimizer.proof import prove, with_groups
+from offload.optimizer.proof import LARGEST, prove, stand_in_for, unhooked_step, with_groups
 from offload.optimizer.state import REMAINDER_BYTES, local
 from offload.optimizer.stream import check_can_be_streamed
 from offload.planning.profile import Link
@@ -233,6 +235,7 @@ def training_bytes(
     layers: list[nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
     chunk_bytes: int,
+    device: torch.device,
     *,
     state_dtype: torch.dtype | None = None,
     master_weights: bool = False,
@@ -260,6 +263,8 @@ def training_bytes(
     own = [[parts[one] for one in layer.parameters()] for layer in layers]
     slots = NUM_SLOTS * chunk_bytes * len(optimizers)
     made = TrainingBytes.of([*parts.values()], own, lambda one: state.get(one, 0), slots, [*state])
+    if state_dtype is None:  # else all is stepped in chunks
+        made = replace(made, step=max(bytes_of_step(optimizer, device) for optimizer in optimizers))
     # A part of the state can be resident where one optimizer has all of it, and picks the parameters.
     return made if len(optimizers) == 1 else replace(made, parameter_state=(), parameter_layer=())
 
@@ -287,3 +292,27 @@ def _layouts_of(
         instead = "call offload_layers(…, memory_budget=…), which plans activations alone"
         raise TypeError(f"{str(error).rstrip('.')}, and {instead}.") from error
     return {one: layouts.get(one, {}) for one in parameters}
+
+
+def bytes_of_step(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
+    """What ``optimizer.step()`` allocates at once beside state and gradients, by small steps of a few parameters.
+
+    PyTorch's ``foreach`` optimizers, which are the default on a GPU, hold some numbers of all parameters at once.
+    """
+    sized = [(number, local(one)) for number, one in with_groups(optimizer) if one.requires_grad and one.ndim]
+    number, largest = max(sized, key=lambda pair: pair[1].numel(), default=(0, torch.empty(0)))
+    if not largest.numel():
+        return 0
+    small, needed = [min(size, LARGEST.get(largest.ndim, 8)) for size in largest.shape], list[float]()
+    for count in (1, 2, 3):  # where one follows another, something of the last one may be left, once
+        alike = [nn.Parameter(torch.zeros(small, dtype=largest.dtype, device=device)) for _ in range(count)]
+        group = {**optimizer.param_groups[number], "params": alike}
+        trial = stand_in_for(optimizer, [group], defaultdict(dict))
+        for one in alike:
+            one.grad = torch.zeros_like(one)
+        for _ in range(2):  # the first one makes the state
+            with torch.no_grad(), memory_meter(device) as meter:
+                unhooked_step(optimizer)(trial)
+        needed.append(meter.peak_bytes / alike[0].numel())
+    each = max(0.0, needed[2] - needed[1])  # for each parameter; the rest is for one at a time
+    return round(each * sum(one.numel() for _, one in sized) + max(0.0, needed[0] - each) * largest.numel())

@@ -88,6 +88,7 @@ class TrainingBytes:
     parameter_state: tuple[int, ...] = ()  # of each of the optimizer's parameters in order; some can be resident
     front_state: int = 0  # of the first parameters, those before the layers', which backward comes to last
     parameter_layer: tuple[int, ...] = ()  # the layer that has this parameter; -1 before the layers, -2 behind them
+    step: int = 0  # device memory that ``optimizer.step()`` allocates if all state is on the device
 
     @classmethod
     def of(
@@ -346,12 +347,19 @@ def without_activations(
         reason, device = "", f"needs {format_bytes(one.device_bytes)} of device memory"
         if one.device_bytes >= memory_budget:
             reason = f"{device} without activations"
+        elif (stepping := _step_bytes(training, one)) > memory_budget:
+            reason = f"optimizer.step() needs {format_bytes(stepping)} of device memory"
         elif max_host_bytes is not None and one.host_bytes > max_host_bytes:
             reason = f"needs {format_bytes(one.host_bytes)} of host memory without activations"
         if reason and resident:
             reason = f"{device}, or {format_bytes(training.host_bytes(recipe))} of host memory without activations"
         found.append(replace(one, reason=reason))
     return TrainingPlan(tuple(found), memory_budget, max_host_bytes)
+
+
+def _step_bytes(training: TrainingBytes, one: RecipePlan) -> int:
+    """The device memory in ``optimizer.step()``: streamed state is stepped in small chunks."""
+    return one.device_bytes + (training.step if one.recipe.optimizer == "resident" else 0)
 
 
 def _beside_activations(training: TrainingBytes, recipe: Recipe, resident: int) -> RecipePlan:
@@ -401,7 +409,8 @@ def plan_recipes(
                 reason = least.reason or reason
                 needed = least.device_bytes + beside[least.recipe.gradients] + error.least_bytes
                 return replace(least, step_s=math.inf, device_bytes=needed, reason=reason)
-        return min(found, key=attrgetter("step_s"))
+        shortest = min(found, key=attrgetter("step_s"))
+        return replace(shortest, step_s=math.inf, reason=least.reason) if least.reason else shortest
 
     def within(least: RecipePlan, most: int, left: int) -> list[RecipePlan]:
         """With so much for activations of the ``most`` that they can have. The state has what they do not need."""
@@ -423,6 +432,7 @@ def plan_recipes(
     def planned(recipe: Recipe, each: Plan, resident: int) -> RecipePlan:
         one, step_s = _beside_activations(training, recipe, resident), prediction.step_s(each, recipe, resident)
         device, host = one.device_bytes + beside[recipe.gradients] + each.peak_bytes, one.host_bytes + each.host_bytes
+        device = max(device, _step_bytes(training, one))
         return replace(one, plan=each, step_s=step_s, device_bytes=device, host_bytes=host)
 
     every = without_activations(training, memory_budget, max_host_bytes, recipes).recipes

@@ -179,7 +179,7 @@ def test_auto_is_what_is_left_and_what_the_model_has(lab: Lab, monkeypatch: pyte
 
 def test_it_begins_with_little_and_changes_to_what_fits(lab: Lab) -> None:
     """The first recipe leaves room for activations that nobody knows yet; all parameters are the same after."""
-    budget = 5 * weight_bytes()
+    budget = 6 * weight_bytes()  # a GPU steps all parameters at once
     found, recipes = train(lab, budget)
     assert_same(train(lab, None)[0], found)
     assert recipes[0] != RESIDENT
@@ -581,3 +581,27 @@ def test_another_part_of_the_state_is_resident(
     assert held[0] == (parts[before], parts[2] - parts[before])
     assert held[-1] == (parts[after], parts[2] - parts[after])
     assert lab.pool.pinned_bytes <= parts[2] + (8 << 20)  # what was pinned for the state is not pinned twice
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_what_the_step_itself_allocates_counts(foreach: bool) -> None:
+    """PyTorch's ``foreach`` AdamW allocates as much as all weights have."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(64, 64), *(nn.Linear(64, 64) for _ in range(16)), nn.Linear(64, 64))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
+    weights = sum(one.nbytes for one in model.parameters())
+    options: dict[str, Any] = {"layers": [*model][1:-1], "device": "cpu", "min_bytes": 0}
+    prepared = offload.prepare(model, optimizer, round(4.7 * weights), **options)
+    peaks = []
+    for _ in range(5):
+        model(torch.zeros(1, 2, dtype=torch.int64)).square().mean().backward()
+        gradients = sum(one.grad.nbytes for one in model.parameters() if one.grad is not None)
+        held = prepared._training.held_bytes(prepared.recipe, prepared.resident_bytes)
+        with offload.memory_meter("cpu") as meter:
+            optimizer.step()
+        peaks.append(held + gradients + meter.peak_bytes)
+        optimizer.zero_grad()
+    assert prepared.recipe == (STREAMED if foreach else RESIDENT)
+    assert ("optimizer.step() needs" in str(prepared.plan)) == foreach
+    assert max(peaks) <= 4.7 * weights
+    prepared.remove()
