@@ -56,25 +56,30 @@ settings.load_profile("any machine")
 
 
 # By how long they take, the longest first: processes that run side by side then end at about the same time. All others
-# take less than a dozen seconds.
+# take less than ten seconds.
 LONG_FILES = (
     "test_docs.py",
     "test_examples.py",
-    "test_operations.py",
-    "test_browser.py",
-    "test_prepare.py",
-    "test_compiled_budget.py",
     "test_budget.py",
+    "test_operations.py",
+    "test_prepare.py",
+    "test_browser.py",
+    "test_compiled_budget.py",
     "test_results.py",
     "test_planner.py",
-    "test_notebooks.py",
-    "test_benchmarks.py",
-    "test_plan_command.py",
-    "test_same_bits.py",
-    "test_count.py",
-    "test_recipes.py",
-    "test_in_pieces.py",
     "test_huggingface.py",
+    "test_benchmarks.py",
+    "test_notebooks.py",
+    "test_same_bits.py",
+    "test_in_pieces.py",
+    "test_count.py",
+    "test_policies.py",
+    "test_recipes.py",
+    "test_longer_inputs.py",
+    "test_no_recipe_fits.py",
+    "test_compiled.py",
+    "test_second_run.py",
+    "test_plan_command.py",
 )
 
 
