@@ -283,6 +283,15 @@ class TestPlan:
         ]
         assert found.num_layers == kept[0]
 
+    def test_of_equal_layers_that_is_recomputed_which_takes_the_least_time(self):
+        def layer(seconds):
+            made = RegionProfile("made", 4 << 20, seconds, (0,))
+            return LayerProfile.from_regions([RegionProfile("input", 0, 0.0, recomputable=False), made], 0.01, 0.02)
+
+        profile = Profile(tuple(map(layer, (0.005, 0.001, 0.005))))
+        found = make_plan(profile, profile.saved_bytes - 1, PCIE, max_host_bytes=0)
+        assert found.recompute_s == pytest.approx(0.001)
+
     def test_a_slow_link_carries_next_to_nothing(self):
         found = make_plan(REFERENCE, "5GiB", Link(1e8, 1e8, 2e8))
         assert found.host_bytes < 0.001 * REFERENCE.saved_bytes

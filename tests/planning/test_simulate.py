@@ -109,8 +109,9 @@ class TestLink:
         less = simulate(schedule, uniform(size[1], 10**8), PCIE).duration_s
         assert less <= simulate(schedule, uniform(size[1], round(1e8 * (1 + more))), PCIE).duration_s * (1 + 1e-9)
 
-    def test_contention_is_exact(self):
-        """One copy each way: alone 1 s each; together they start at once and run at 60%."""
+    @pytest.mark.parametrize(("back_bytes", "out_s"), [(100, 100 / 60), (50, 50 / 60 + 50 / 100)])
+    def test_contention_is_exact(self, back_bytes, out_s):
+        """One copy each way: alone 1 s each; together they start at once and run at 60%, until one of them is over."""
         schedule = Schedule.from_synchronization_dict({0: (True, 2, False, 1)}, 3, points("F0 F1 F2 B1 B0 B2"))
         layers = tuple(LayerProfile(1.0, 1.0, nbytes, tensors) for nbytes, tensors in [(100, (100,)), (0, ()), (0, ())])
         alone = simulate(schedule, Profile(layers), Link(100, 100, 120))
@@ -119,13 +120,15 @@ class TestLink:
         schedule = Schedule.from_synchronization_dict(
             {0: (True, 2, True, 3), 2: (False, 0, False, 2)}, 4, points("F0 F1 F2 F3 B0 B1 B2 B3")
         )
-        layers = tuple(LayerProfile(1.0, 1.0, nbytes, (nbytes,) if nbytes else ()) for nbytes in (100, 0, 100, 0))
+        layers = tuple(
+            LayerProfile(1.0, 1.0, nbytes, (nbytes,) if nbytes else ()) for nbytes in (back_bytes, 0, 100, 0)
+        )
         shared = simulate(schedule, Profile(layers), Link(100, 100, 120))
-        # Layer 2 starts out at t = 3, layer 0 starts back at t = 3: both 100 bytes at 60 bytes/s.
+        # Layer 2 starts out at t = 3, layer 0 starts back at t = 3: both at 60 bytes/s.
         (out,) = busy_spans(shared, "offload", 2)
         (back,) = busy_spans(shared, "reload", 0)
         assert (out.start_s, back.start_s) == pytest.approx((3.0, 3.0))
-        assert (out.end_s, back.end_s) == pytest.approx((3 + 100 / 60, 3 + 100 / 60))
+        assert (out.end_s, back.end_s) == pytest.approx((3 + out_s, 3 + back_bytes / 60))
 
 
 def test_loss_and_the_rest_of_the_step():
