@@ -259,7 +259,12 @@ class WeightStream:
         if failed:
             ended = self.drop_backward(backward)
         elif ended := backward is self.backward:
-            self.end_backward()
+            try:
+                self.end_backward()
+            except BaseException:  # its traceback holds what else would drop it, maybe until p.grad is another one
+                self.drop_backward(backward)
+                self.thread = None
+                raise
         if ended:
             self.thread = None
 

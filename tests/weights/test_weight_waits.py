@@ -17,7 +17,7 @@ import torch.distributed as dist
 from faults import in_threads
 from lab import Lab
 from models import WIDTH, build
-from streaming import Linear, backward, forward, gradients
+from streaming import Linear, assert_moved, backward, forward, gradients
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from offload import stream_weights
@@ -425,6 +425,29 @@ def test_a_failed_microbatch_gives_its_staging_buffer_back(
         backward(layers, x)
         assert handle.stats().added_bytes > 0
         assert all(torch.equal(layer.weight.grad, 2 * one) for layer, one in zip(layers, expected, strict=True))
+
+
+def test_an_error_at_the_end_of_backward_leaves_nothing_for_later(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is kept: what earlier microbatches have left is in ``p.grad`` before the program drops it there."""
+    layers, x = build(Linear, LAYERS, lab.device)
+    copy, copies = lab.backend.copy, [0]
+
+    def failing_copy(stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+        copies[0] += stream is lab.d2h_stream
+        if copies[0] == LAYERS:  # the first layer's gradient
+            raise RuntimeError("no copy")
+        copy(stream, target, source)
+
+    with stream_weights(layers, lab.device) as handle:
+        expected = gradients(layers, x)
+        with monkeypatch.context() as patch:
+            patch.setattr(lab.backend, "copy", failing_copy)
+            with pytest.raises(RuntimeError, match="no copy") as kept:
+                backward(layers, x)
+        assert all(layer.weight.grad is not None for layer in layers)
+        assert all(map(torch.equal, expected, gradients(layers, x)))
+        assert_moved(handle)
+        del kept
 
 
 def test_an_idle_worker_holds_no_gradients(lab: Lab) -> None:
