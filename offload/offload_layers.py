@@ -138,7 +138,7 @@ def offload_layers(
         ValueError: There are no layers, one is listed twice, inside another or offloaded already, the schedule does
             not fit their number, or arguments exclude each other.
     """
-    modules = check_layers(layers, OffloadListener, "offloaded", "cannot be offloaded")
+    modules = check_layers(layers, OffloadListener, "offloaded")
     schedule = check_choice(num_layers, schedule, plan, policies, memory_budget)
     if compile is not False and memory_budget is None:
         raise ValueError("compile must be given with memory_budget; without one, call layer.compile() on each layer.")

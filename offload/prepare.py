@@ -119,7 +119,7 @@ def prepare(
         found = [layer for one in lists.values() for layer in one]
     elif layers is None or isinstance(layers, str) or (callable(layers) and not isinstance(layers, nn.Module)):
         found = find_layers(model, layers)
-    modules = check_layers(found, OffloadListener, "offloaded", "cannot be offloaded")
+    modules = check_layers(found, OffloadListener, "offloaded")
     # Three slots of each optimizer take together at most a thirtieth of the budget.
     chunk_bytes = max(1 << 12, min(CHUNK_BYTES, budget // 90 // len(optimizers)))
     in_float32: dict[str, Any] = {"state_dtype": state_dtype, "master_weights": master_weights}

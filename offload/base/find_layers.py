@@ -37,6 +37,8 @@ def find_layers(
         wanted = f"the name of one list of modules, got {layers!r}"
     if len(found) != 1:
         has = ", ".join(map(repr, found or every)) or "no list of modules"
+        if isinstance(model, nn.Sequential):
+            has += "; if its own parts are the layers, pass layers=[*model]"
         raise ValueError(f"layers must be {wanted}; {type(model).__name__} has {has}.")
     return next(iter(found.values()))
 

@@ -350,10 +350,8 @@ def unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
 # What users give as layers.
 
 
-def check_layers(
-    layers: Iterable[nn.Module], kind: type[LayerListener], done: str, called_twice: str
-) -> list[nn.Module]:
-    """The layers as a list, if listeners of this ``kind`` can be put on them; the other arguments are for errors."""
+def check_layers(layers: Iterable[nn.Module], kind: type[LayerListener], done: str) -> list[nn.Module]:
+    """The layers as a list, if listeners of this ``kind`` can be put on them, else an error: they are ``done``, say."""
     if isinstance(layers, nn.Module) and not isinstance(layers, nn.ModuleList | nn.Sequential):
         name = next((name for name, part in layers.named_modules() if isinstance(part, nn.ModuleList)), "")
         raise TypeError(
@@ -375,7 +373,10 @@ def check_layers(
                 "offload.remove(layers) if it is lost."
             )
     if len(set(modules)) < len(modules):
-        raise ValueError(f"layers must hold each module once; a layer that forward calls twice {called_twice}")
+        again = next(number for number, module in enumerate(modules) if module in modules[:number])
+        raise ValueError(
+            f"layers must hold each module once, got one again at {again}; list it where it is first called"
+        )
     for number, module in enumerate(modules):
         inside = set(module.modules()) - {module}
         nested = [other for other, listed in enumerate(modules) if listed in inside]

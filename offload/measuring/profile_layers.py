@@ -69,7 +69,7 @@ def profile_layers(
     """
     check_int("steps", steps, least=1)
     check_callable("step", step)
-    modules = check_layers(layers, MeasuredLayer, "measured", "cannot be measured")
+    modules = check_layers(layers, MeasuredLayer, "measured")
     for number, layer in enumerate(modules):
         if any(listener.turn is Turn.ACTIVATIONS for listener in listeners_on(layer, LayerListener)):
             raise ValueError(

@@ -147,7 +147,7 @@ class StageLayers:
         self.running: LayeredChunk | None = None
         lists = [largest_list(stage.submod) for stage in stages]
         for stage, layers in zip(stages, lists, strict=True):
-            check_layers(layers, OffloadListener, "offloaded", "cannot have policies of regions")
+            check_layers(layers, OffloadListener, "offloaded")
             self.policies[stage.stage_index] = [LayerPolicies(patterns, layer) for layer in layers]
         self._attachments = [
             Attachment(layers, [_StageLayer(self, number) for number in range(len(layers))]) for layers in lists

@@ -203,7 +203,7 @@ def stream_weights(
             the device or has other layers on another rank. Nothing has been changed then.
         HostMemoryError: The host has too little memory, and nothing has been changed; or it refused to page-lock.
     """
-    modules = check_layers(layers, StreamedLayer, "streamed", "is still listed once")
+    modules = check_layers(layers, StreamedLayer, "streamed")
     check_parameters(modules)
     check_int("num_slots", num_slots, least=2)
     if streams_any_of({parameter for module in modules for parameter in module.parameters()}):

@@ -376,7 +376,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (list, ValueError, "layers must hold at least one module, got none"),
     (lambda: [nn.Linear(1, 1), torch.exp], TypeError, r"layers must hold modules, got builtin_function\w* at 1"),
     (lambda: nn.Linear(1, 1), TypeError, "layers must be several modules, got one Linear; pass its list of layers"),
-    (lambda: [nn.Linear(1, 1)] * 5, ValueError, "layers must hold each module once"),
+    (lambda: [nn.Linear(1, 1)] * 5, ValueError, "layers must hold each module once, got one again at 1; list it"),
     (lambda: [(outer := nn.Sequential(nn.Tanh())), outer[0]], ValueError, "layer 1 is a part of layer 0; list layers"),
     (lambda: [nn.Tanh() for _ in range(3)], ValueError, "num_layers must be at most model_layers - 1 = 2, got 3"),
 ]

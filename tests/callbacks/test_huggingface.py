@@ -280,7 +280,7 @@ def test_says_what_the_model_has():
         find_layers(two, "coder")
     with pytest.raises(ValueError, match=r"; Linear has no list of modules\.$"):
         find_layers(nn.Linear(2, 2), None)
-    with pytest.raises(ValueError, match=r"has '0'\.$"):
+    with pytest.raises(ValueError, match=r"has '0'; if its own parts are the layers, pass layers=\[\*model\]\.$"):
         find_layers(nn.Sequential(nn.Sequential(nn.Linear(2, 2))), None)
 
 
