@@ -441,11 +441,15 @@ def test_a_change_of_recipes_does_not_hold_what_was_needed_before_against_the_ne
         assert prepared.recipe == RESIDENT
 
 
-def test_nothing_fits() -> None:
+def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     before = [parameter.data_ptr() for parameter in model.parameters()]
     with pytest.raises(ValueError, match=r"memory_budget must hold weights, .*got 64.00 KiB and .* GiB of host memory"):
         offload.prepare(model, adamw(model), 64 * KIB, device="cpu")
+    with monkeypatch.context() as patch:  # where the system does not say what it has left
+        patch.setattr("offload.host.pool.available_bytes", lambda: None)
+        with pytest.raises(ValueError, match=r"got 64\.00 KiB and no limit of host memory"):
+            offload.prepare(model, adamw(model), 64 * KIB, device="cpu")
     with pytest.raises(ValueError, match=r"optimizer streamed: needs .* of host memory without activations; weights"):
         offload.prepare(model, adamw(model), 3 * weight_bytes(), 64 * KIB, device="cpu")
     assert before == [parameter.data_ptr() for parameter in model.parameters()]
