@@ -15,7 +15,6 @@ from offload.activations.activation_set import ActivationSet, Saved
 from offload.activations.copies import Transfers
 from offload.activations.handles import DroppedHandle, KeptHandle, SavedHandle
 from offload.activations.what_moves import Rules, decide
-from offload.base.layer_events import LayerListener, Turn, is_sharded, listeners_on
 from offload.base.tensors import plain_memory
 from offload.base.torch_private import address_of, is_compiled, leave_modes, next_node, without_modes
 from offload.device.cuda import CaptureError
@@ -85,7 +84,7 @@ class RegionSet(ActivationSet):
                 f"layer {self.layer} has policies, and must run outside of a capture first, to prove what can be "
                 "recomputed; warm up with two steps before the capture."
             )
-        state = LayerState(layer, gathered=_is_gathered(layer)) if way is None else way.state
+        state = LayerState(layer) if way is None else way.state
         random = {} if capturing else states_of(() if way is None else way.trace.generators, (backend.device,))
         saved = () if way is None else way.saved_inputs
         tensors = enumerate(inputs.tensors)
@@ -437,9 +436,3 @@ class RegionSet(ActivationSet):
             if isinstance(getattr(kept, "__self__", None), KeptHandle):
                 frame.held[number] = self._hold(kept(), saved=True), needs, computed
         originals.clear()
-
-
-def _is_gathered(layer: nn.Module) -> bool:
-    """Whether the layer's parameters are brought for each run, by streaming or by FSDP."""
-    streams = any(listener.turn is Turn.WEIGHTS for listener in listeners_on(layer, LayerListener))
-    return streams or any(map(is_sharded, layer.modules()))

@@ -102,7 +102,7 @@ class _Trial:
         self._random = states_of((), (backend.device,))
         self._upstream: list[torch.Tensor] = []
         self._buffers = [(one, one.clone()) for one in layer.buffers()]
-        self._state = LayerState(layer, gathered=False)
+        self._state = LayerState(layer)
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:

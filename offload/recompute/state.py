@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from offload.base.layer_events import compute_device, is_sharded
 from offload.base.tensors import plain_memory, tensors_in
 from offload.base.torch_private import address_of, are_deterministic, attention_kernels, function_modes, state_of
 
@@ -131,10 +132,11 @@ def states_of(
 class LayerState:
     """The attributes, parameters and buffers of a layer and its submodules.
 
-    Parameters that are ``gathered`` for each run, by streaming or by FSDP, are not the layer's state.
+    Parameters that are gathered for each run, by streaming or by FSDP, are not the layer's state.
     """
 
-    def __init__(self, layer: nn.Module, *, gathered: bool) -> None:
+    def __init__(self, layer: nn.Module) -> None:
+        gathered = compute_device([layer]) is not None or any(map(is_sharded, layer.modules()))
         self._dicts: list[dict[str, Any]] = []
         self._names: list[str] = []
         for name, module in layer.named_modules():

@@ -283,6 +283,16 @@ def test_what_is_read_and_changed_before_backward(name: str, what: str, how: Cal
             step(layers, x, lambda: tensor.add_(1))
 
 
+def test_a_parameter_is_changed_before_backward_under_a_budget(lab: Lab) -> None:
+    layers, x = build(Shifted, LAYERS, lab.device)
+    expected = step(layers, x)
+    with offload.offload_layers(layers, memory_budget="1GiB", min_bytes=0, device=lab.device) as handle:
+        assert_same(expected, step(layers, x))
+        assert handle.state == "measuring"  # while everything is recomputed
+        with pytest.raises(RuntimeError, match=r"a parameter .*, which the recomputation of Shifted reads"):
+            step(layers, x, lambda: layers[0].bias.detach().add_(1))
+
+
 @pytest.mark.usefixtures("nothing_recomputed")
 def test_a_tensor_from_outside_that_forward_writes(lab: Lab, unplanned: set[str]) -> None:
     """A tensor that is neither argument nor attribute is not put back for a second run: there is none."""
