@@ -230,12 +230,10 @@ class ActivationSet:
     def start_offload(self) -> None:
         """Queue the copies of what was saved so far; what is saved from now on follows at once."""
         self._reach(OFFLOADING, "start_offload_layer", needed=RESIDENT)
-        saved = self._live()
-        for storage in saved:
+        for storage in self._live():
             storage.start_offload()  # what is being written follows when its operation is over
             self.transfers.offloaded_tensors += storage.tensors
-        if saved:
-            self.transfers.end_batch()
+        self.transfers.end_batch()
 
     def release(self) -> None:
         """Let the device memory go: the compute stream waits for the copies, then reuses the memory."""

@@ -196,8 +196,8 @@ class OffloadContext(ContextDecorator):
                 self._closed = _Closed(self._round, opened, alive)
                 if opened.layer == self.model_layers - 1:
                     self._transfers.join()
-                    self._warn_if_nothing_moved()
-                    self._check_patterns()
+                    if len(self._round.sets) == self.model_layers:  # else layers were skipped
+                        self._check_round()
         except BaseException:
             self._give_up_round()
             raise
@@ -208,10 +208,8 @@ class OffloadContext(ContextDecorator):
         """Raise if ``layer`` begins in this thread while another one is between its first layer and its last."""
         if self.in_this_thread or not self._thread.is_alive():
             return
-        last = self._round.last_layer
-        number = last + 1 if layer is None else layer
-        goes_on = last < number < self.model_layers and bool(self._round.sets) and not self._round.abandoned
-        if goes_on or self._open is not None:
+        number = self._round.last_layer + 1 if layer is None else layer
+        if self._open is not None or not self.begins_round(number):
             raise RuntimeError(
                 f"layer {number} must run in the thread {self._thread.name!r}, which is in the forward of the same "
                 f"layers, but runs in {threading.current_thread().name!r}; use one copy of the model per thread, each "
@@ -323,10 +321,13 @@ class OffloadContext(ContextDecorator):
         self._round = Round(self.schedule, self._transfers, self._min_bytes, policies_of=policies_of)
         self._closed = None
 
-    def _warn_if_nothing_moved(self) -> None:
+    def _check_round(self) -> None:
+        """All layers have run: say what cannot be meant."""
+        if "patterns" not in self._warned and any(one is not None and one.last is not None for one in self.policies):
+            check_patterns(self.policies)  # a refusal comes in each forward
+            self._warned.add("patterns")
         transfers = self._transfers
-        whole = len(self._round.sets) == self.model_layers  # else layers were skipped, perhaps those that offload
-        if not whole or self.schedule is not self._given or not self._given or not self._given.moves:
+        if self.schedule is not self._given or not self._given or not self._given.moves:
             return
         if transfers.offloaded_storages or NO_HOST_MEMORY in transfers.skipped:
             return
@@ -337,12 +338,6 @@ class OffloadContext(ContextDecorator):
             f"offloaded layers were kept on the device for these reasons: {reasons}. min_bytes is {self._min_bytes} "
             f"and the context's device {transfers.backend.device}; see context.stats().skipped.",
         )
-
-    def _check_patterns(self) -> None:
-        learned = any(one is not None and one.last is not None for one in self.policies)
-        if learned and "patterns" not in self._warned and len(self._round.sets) == self.model_layers:
-            check_patterns(self.policies)  # a refusal comes in each forward
-            self._warned.add("patterns")
 
     def _warn_once(self, about: str, message: str) -> None:
         if about not in self._warned:

@@ -187,14 +187,14 @@ class Transfers:
 
     def end_batch(self) -> None:
         """Mark the copies to the host that were queued since this was called last, if there are any."""
-        batch, self._batch = self._batch, None
-        if batch is not None:
-            batch.event = self.backend.record_timed(self.d2h_stream)
+        if self._batch is not None:
+            self.done(self._batch)
 
     def done(self, batch: CopyBatch) -> Event:
+        """The event after which the copies of a batch are over; no copy is added to the batch from now on."""
         if batch is self._batch:
-            self.end_batch()
-        if batch.event is None:  # an interrupt came before it was recorded, and a later one is as good
+            self._batch = None
+        if batch.event is None:  # also if an interrupt came before it was recorded: a later one is as good
             batch.event = self.backend.record_timed(self.d2h_stream)
         return batch.event
 

@@ -77,7 +77,7 @@ class SavedStorage:
             # Nobody has read the reloaded bytes: their memory is free behind the copy into it, which may still run.
             self.transfers.backend.wait(reload.stream, reload.done, Wait.UNREAD)
         self._give_host_back()
-        self._let_memory_go()
+        self.release()
 
     def same_bytes(self, tensor: torch.Tensor, changes: int) -> bool:
         """Whether ``tensor``, over the same storage, was not changed in place since it was saved here."""
@@ -107,11 +107,6 @@ class SavedStorage:
         self.batch, self.host = queued
         transfers.offloaded_storages += 1
         transfers.offloaded_bytes += self.nbytes
-
-    def release(self) -> None:
-        """Let the device memory go. The compute stream must have waited for the copy."""
-        if self.host is not None:
-            self._let_memory_go()
 
     def start_reload(self, landing: torch.UntypedStorage) -> None:
         """Queue the copy back into ``landing``, memory that the h2d stream has waited for."""
@@ -180,7 +175,8 @@ class SavedStorage:
             self.counted = False
             self.transfers.resident_bytes -= self.nbytes
 
-    def _let_memory_go(self) -> None:
+    def release(self) -> None:
+        """Let the device memory go. The compute stream must have waited for the copies from and to it."""
         memory, self.memory = self.memory, None
         self.views.clear()
         backend = self.transfers.backend
