@@ -92,8 +92,8 @@ class RegionSet(ActivationSet):
             (self._hold(tensor, saved=number in saved), tensor.requires_grad, tensor.grad_fn is not None)
             for number, tensor in tensors
         ]
-        constants = () if way is None else way.trace.constants.values()
-        frame = Frame(layer, inputs.placed, held, state, constants, settings, random, self._token)
+        reads = () if way is None else way.reads
+        frame = Frame(layer, inputs.placed, held, state, reads, settings, random, self._token)
         self._frame = frame
         if way is None or replay is None:
             self._begin_learning(layer, frame, inputs, given)
@@ -233,6 +233,7 @@ class RegionSet(ActivationSet):
     def _take_another_way(self, frame: Frame, number: int) -> None:
         """This forward is not the one that was learned: what it saves from here on is kept, and the next is learned."""
         frame.strange = True
+        frame.read(frame.state.parameters)  # when the learned way reads them says nothing of this one
         frame.nodes = frame.nodes[:number]
         frame.dropped = {one: expected for one, expected in frame.dropped.items() if one < number}
         self._policies.forget(self._key)
@@ -324,6 +325,7 @@ class RegionSet(ActivationSet):
             way.reason = "forward changes what an attribute holds"
         changes = trace.zone >= 0
         way.reason = way.reason or state.learn(frame.before, clones, learn.has_seen, may_change=changes)
+        trace.parameters_read = [learn.first_seen(one) for one in state.parameters]
         if way.reason is None and set(trace.written) & set(trace.given):
             way.reason = "forward writes into an input"
         if way.reason is None and len(trace.written) > len(clones):
@@ -357,7 +359,7 @@ class RegionSet(ActivationSet):
             reason = "they depend on a collective, which must run once, or on a tensor that does not count its changes"
             self._say(f"layer {self.layer} does not recompute {names}: {reason}")
         frame.replay = way.replay
-        frame.read(trace.constants.values())
+        frame.read(state.readings(frame.before, way.reads))
         self._prove(frame, way, originals, again=True)
         return way
 

@@ -7,6 +7,7 @@ the result of such a kernel is a storage that no operation made. Every later for
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -109,6 +110,7 @@ class Trace:
         self.constants: dict[int, torch.Tensor] = {}
         """Counters of changes of tensors that are read and are no input, attribute or parameter, by storage."""
         self.written: list[int] = []  # storages from outside that the forward writes into
+        self.parameters_read: list[float] = []  # the first operation that reads each parameter; infinity if none does
         self.zone = -1  # the first operation whose result has a size or a way that depends on data; -1 if there is none
 
     @property
@@ -289,6 +291,10 @@ class Learn(LayerMode):
     def has_seen(self, tensor: torch.Tensor) -> bool:
         """Whether an operation has read or written the storage of a tensor."""
         return plain_memory(tensor) is not None and address_of(tensor.untyped_storage()) in self._numbers
+
+    def first_seen(self, tensor: torch.Tensor) -> float:
+        """The first operation that has read or written the storage of a tensor; infinity if none has."""
+        return self.trace.storages[self.number_of(tensor, 0)].first_seen if self.has_seen(tensor) else math.inf
 
     def same_storage(self, number: int, other: Learn) -> bool:
         """Whether a storage of this run was seen in another run as well."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -84,7 +84,7 @@ class Frame:
         inputs: tuple[Any, Any],  # its positional and keyword arguments, with places instead of tensors
         held: list[tuple[Held, bool, bool]],  # these tensors, whether each requires a gradient, and was computed
         state: LayerState,
-        constants: Iterable[torch.Tensor],  # count the changes of what forward reads that is no input and no state
+        reads: Iterable[torch.Tensor],  # count the changes of what a second run reads: parameters, and what is no state
         settings: Settings,
         random: dict[torch.Generator, torch.Tensor],  # the states of the generators that the layer may draw from
         graph: object,  # lives as long as the graph that holds the frame
@@ -101,7 +101,9 @@ class Frame:
         self.graph = graph
         self.state = state
         self.before = state.snapshot()
-        self.read(constants)
+        self.readings: list[torch.Tensor] = []
+        self.versions: list[int] = []
+        self.read(state.readings(self.before, reads))
         self.nodes: list[int] = []  # how many autograd nodes the forward had made at each saved tensor
         self.dropped: dict[int, tuple[torch.Size, torch.dtype]] = {}  # what was dropped, by number
         self.kept: dict[int, Held] = {}  # what may be handed over, by number
@@ -118,10 +120,10 @@ class Frame:
             return AnotherWayError()
         return OtherRunError(self.name, what)
 
-    def read(self, constants: Iterable[torch.Tensor]) -> None:
-        """Note how often each tensor that forward reads and that is no input was changed in place."""
-        self.readings = self.state.readings(self.before, constants)
-        self.versions = [tensor._version for tensor in self.readings]
+    def read(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Note how often each of these tensors, which a second run reads, was changed in place."""
+        self.readings += tensors
+        self.versions += [tensor._version for tensor in tensors]
 
     def node(self, first: int) -> int:
         """How many autograd nodes there are since ``first``; 0 where that says nothing."""

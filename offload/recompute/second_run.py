@@ -71,6 +71,8 @@ class SecondRun:
         self.unsized: list[int] = []
         """Operations that must run with inputs of another size, as nobody else knows the size of their results."""
         last = max((trace.saved[number].time for number in self.dropped), default=0)
+        self.reads_until = math.inf if zone >= 0 or _unseen(trace) else last
+        """No operation from this one on runs again, and so what only such operations read may have changed."""
         self.hands_over = any(time < last for time in self.results)
         """Whether anything is skipped or handed over before the last dropped tensor; else no mode is needed."""
         self.communicates = any(step.operation.collective for step in steps[:last])

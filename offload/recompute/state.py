@@ -143,7 +143,7 @@ class LayerState:
             attributes, parameters, *rest = state_of(module)
             self._dicts += (attributes, *rest) if gathered else (attributes, parameters, *rest)
             self._names += [name] * (len(self._dicts) - len(self._names))
-        self._parameters: list[torch.Tensor] = [] if gathered else list(layer.parameters())
+        self.parameters: list[torch.Tensor] = [] if gathered else list(layer.parameters())
         self._sizes: list[int] = []  # of the dictionaries, when :attr:`_places` were found in them
         self._places: list[StateKey] = []
         self._holders: list[tuple[dict[str, Any], str]] = []  # the dictionary and the key of each
@@ -178,9 +178,9 @@ class LayerState:
         for value in self._now()[1]:
             yield from tensors_in(value)
 
-    def readings(self, snapshot: Snapshot, constants: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors that forward reads: parameters, ``constants``, and what a snapshot holds."""
-        read = [*self._parameters, *constants]
+    def readings(self, snapshot: Snapshot, others: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors that forward reads: ``others``, and what a snapshot holds."""
+        read = [*others]
         if self._read:
             held = dict(zip(*snapshot, strict=True))
             for place in self._read:

@@ -49,6 +49,7 @@ class Way:
         """Whether the second run, as it is executed now, has given the same bits as a forward without a mode."""
         self.policies: list[Policy] = []  # of each saved tensor
         self.replay: SecondRun = NOTHING
+        self.reads: list[torch.Tensor] = []  # count the changes of what a second run reads and is no input or state
         self.expected: list[Expected] = []  # what is looked at of each saved tensor
         self.dropped: dict[int, tuple[torch.Size, torch.dtype]] = {}
         """Shape and dtype of each saved tensor that is dropped before :attr:`limit`, by number."""
@@ -166,6 +167,10 @@ class Way:
             # Recomputing the whole layer is timed.
             run = SecondRun(trace, run.dropped, skips=False)
         self.replay = run if run.dropped else NOTHING
+        # A parameter that is read behind the last dropped tensor may have made its step in backward by then.
+        pairs = zip(self.state.parameters, trace.parameters_read, strict=True)
+        read = [one for one, first in pairs if first < run.reads_until or first == math.inf]
+        self.reads = [*read, *trace.constants.values()]
         run.unlike = {number for number, one in enumerate(trace.saved) if not one.movable}
         self.expected = [
             (one.node, one.shape, one.stride if number in self.replay.numbers else None, one.dtype, policy)

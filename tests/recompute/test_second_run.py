@@ -293,6 +293,46 @@ def test_a_parameter_is_changed_before_backward_under_a_budget(lab: Lab) -> None
             step(layers, x, lambda: layers[0].bias.detach().add_(1))
 
 
+class Added(nn.Module):
+    """Adds a parameter last, which has its gradient before backward asks for what was dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sin().cos() + self.bias
+
+
+class AddedLate(Added):
+    """What is dropped is computed from the parameter as well, where autograd does not see it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.bias.detach()).sin().cos() + self.bias
+
+
+@pytest.mark.parametrize("arguments", [{"num_layers": 0, "policies": ALL}, {"memory_budget": "1GiB"}])
+def test_a_parameter_that_is_stepped_before_the_layer_runs_again(arguments: dict[str, Any], lab: Lab) -> None:
+    def losses(layer: type[nn.Module], **given: Any) -> list[torch.Tensor]:
+        layers, x = build(layer, LAYERS, lab.device)
+        optimizer = torch.optim.SGD(layers.parameters(), lr=0.1, momentum=0.9)
+        with contextlib.ExitStack() as stack:
+            if given:
+                stack.enter_context(offload.stream_optimizer(optimizer, chunk_bytes=1, in_backward=True))
+                stack.enter_context(offload.offload_layers(layers, min_bytes=0, device=lab.device, **given))
+            found = []
+            for _ in range(4):
+                optimizer.zero_grad()
+                found.append(loss_of(through(layers, x)))
+                found[-1].backward()
+                optimizer.step()
+        return found
+
+    assert_same(losses(Added), losses(Added, **arguments))
+    with pytest.raises(RuntimeError, match="which the recomputation of AddedLate reads, is at version"):
+        losses(AddedLate, **arguments)
+
+
 @pytest.mark.usefixtures("nothing_recomputed")
 def test_a_tensor_from_outside_that_forward_writes(lab: Lab, unplanned: set[str]) -> None:
     """A tensor that is neither argument nor attribute is not put back for a second run: there is none."""
