@@ -326,9 +326,10 @@ class RegionSet(ActivationSet):
         changes = trace.zone >= 0
         way.reason = way.reason or state.learn(frame.before, clones, learn.has_seen, may_change=changes)
         trace.parameters_read = [learn.first_seen(one) for one in state.parameters]
-        if way.reason is None and set(trace.written) & set(trace.given):
+        written = {number for number, storage in enumerate(trace.storages) if storage.changed_by}
+        if way.reason is None and written & set(trace.given):
             way.reason = "forward writes into an input"
-        if way.reason is None and len(trace.written) > len(clones):
+        if way.reason is None and len(written) > len(clones):
             way.reason = "forward writes into a large tensor from outside"
         drew = any(not torch.equal(before, generator.get_state()) for generator, before in frame.random.items())
         way.draws_unseen = drew and not any(step.draws for step in trace.steps)

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.base.tensors import Geometry, geometry_of, plain_memory, plain_version_counter, tensors_of
 from offload.base.torch_private import CAST, MODULE_CALL, OPERATOR, TorchDispatchMode, address_of, counting_versions
-from offload.recompute.operations import EMPTY, OPAQUE, VIEW, Operation, known_operation
+from offload.recompute.operations import Operation, known_operation
 from offload.recompute.state import states_of
 
 _DETACH = torch.ops.aten.detach.default
@@ -109,7 +109,6 @@ class Trace:
         self.movable_inputs: set[int] = set()  # of :attr:`given`, those that may be offloaded
         self.constants: dict[int, torch.Tensor] = {}
         """Counters of changes of tensors that are read and are no input, attribute or parameter, by storage."""
-        self.written: list[int] = []  # storages from outside that the forward writes into
         self.parameters_read: list[float] = []  # the first operation that reads each parameter; infinity if none does
         self.zone = -1  # the first operation whose result has a size or a way that depends on data; -1 if there is none
 
@@ -201,7 +200,7 @@ class Learn(LayerMode):
         operation = known_operation(function)
         trace, time = self.trace, len(self.trace.steps)
         given = tensors_of([*args, *kwargs.values()])
-        unseen = bool(types) or (operation.effect is OPAQUE and not isinstance(function, OPERATOR))
+        unseen = bool(types) or not isinstance(function, OPERATOR)
         reads: dict[int, None] = {}
         written = self._written(operation, args, kwargs, time)
         final = operation.collective
@@ -213,7 +212,7 @@ class Learn(LayerMode):
             number = self.number_of(tensor, time)
             reads[number] = None
             # Somebody has filled it meanwhile, whom the mode does not see.
-            if trace.storages[number].unfilled_bytes and operation.effect is not VIEW:
+            if trace.storages[number].unfilled_bytes and not operation.is_view:
                 unseen = unseen or not (operation.overwrites and number in written)
         trace.generators.update(one for one in [*args, *kwargs.values()] if isinstance(one, torch.Generator))
         before = states_of(trace.generators, [tensor.device for tensor in given])
@@ -250,17 +249,12 @@ class Learn(LayerMode):
         )
         for number in makes:
             trace.storages[number].writers.append(time)
-            if operation.effect is EMPTY:
+            if operation.allocates:
                 trace.storages[number].unfilled_bytes = trace.storages[number].nbytes
         for number, nbytes in written.items():
             storage = trace.storages[number]
             storage.unfilled_bytes = max(0, storage.unfilled_bytes - nbytes)
-            if storage.writers or storage.unseen:
-                storage.writers.append(time)
-                continue
-            storage.changed_by.append(time)
-            if number not in trace.written:
-                trace.written.append(number)
+            (storage.writers if storage.writers or storage.unseen else storage.changed_by).append(time)
         return result
 
     def number_of(self, tensor: torch.Tensor, time: int) -> int:
@@ -319,7 +313,7 @@ class Learn(LayerMode):
                 storage = self.trace.storages[number]
                 if storage.unseen:
                     self.unseen_writes[number] = tensor.untyped_storage()
-                elif not storage.writers and number not in self.trace.written:
+                elif not (storage.writers or storage.changed_by):
                     self._before_write(tensor)
                 found[number] += tensor.nbytes
         return found

@@ -1,31 +1,16 @@
 """Which operations can be run again: what an operation does to memory, as its schema says it, and where schemas lie.
 
-The dispatch mode that learns a layer's forward has to know which memory each operation reads, makes and writes. An
-operation whose schema does not say so is opaque.
+The dispatch mode that learns a layer's forward has to know which memory each operation reads, makes and writes.
 """
 
 from __future__ import annotations
 
 import functools
-from enum import Enum, auto
 from typing import Any
 
 import torch
 
 from offload.base.torch_private import OPERATOR, schema_of, without_wrapper
-
-
-class Effect(Enum):
-    """What an operation does to memory."""
-
-    VIEW = auto()  # looks into its argument's memory in another way, and makes none
-    PURE = auto()  # makes memory from what it reads, and writes nothing else
-    WRITES = auto()  # writes into arguments, such as ``add_``
-    EMPTY = auto()  # makes memory that holds nothing yet
-    OPAQUE = auto()  # its schema does not say what it does to memory
-
-
-VIEW, EMPTY, OPAQUE = Effect.VIEW, Effect.EMPTY, Effect.OPAQUE
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem", "fsdp")
 """Namespaces of operations in which several processes take part: one of them alone must not run one again."""
@@ -40,34 +25,18 @@ _STATE = ("running_mean", "running_var", "dropout_state")
 
 _NATIVE = ("aten", "prims", "prim")
 
-_CHANGES_GEOMETRY = ("aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_", "aten::swap_")
-"""They give a tensor other memory, or its memory another size."""
-
 _ALLOCATES = {
     "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::empty_permuted",
     "aten::new_empty", "aten::new_empty_strided", "aten::_empty_affine_quantized",
 }  # fmt: skip
+
+_VIEWS = {"aten::_reshape_alias", "aten::lift_fresh", "aten::_lazy_clone"}  # beside those that PyTorch calls so
 
 _OVERWRITES = {
     "copy_", "fill_", "zero_",
     "bernoulli_", "exponential_", "normal_", "random_", "uniform_",
 }  # fmt: skip
 """They do not read what they write into; neither do operations with ``out=``."""
-
-
-def _effect_of(function: Any) -> Effect:
-    if not isinstance(function, OPERATOR):
-        return OPAQUE  # a higher-order operator: it runs others
-    name = schema_of(function).name
-    if function.namespace in _COLLECTIVES or name in _UNDECLARED or name.startswith(_CHANGES_GEOMETRY):
-        return OPAQUE
-    if name in _ALLOCATES:
-        return EMPTY
-    if schema_of(function).is_mutable:
-        return Effect.WRITES
-    if function.is_view or name in ("aten::_reshape_alias", "aten::lift_fresh", "aten::_lazy_clone"):
-        return VIEW
-    return Effect.PURE
 
 
 def _written_by(function: Any) -> tuple[int | str, ...]:
@@ -89,17 +58,19 @@ class Operation:
     def __init__(self, function: Any) -> None:
         self.function = function
         self.call = without_wrapper(function)
-        schema = schema_of(function)
-        self.name: str = schema.name.removeprefix("aten::") if schema is not None else str(function)
-        """Without the namespace ``aten``."""
-        self.effect = _effect_of(function)
+        schema = schema_of(function)  # a higher-order operator has none, and runs others
+        name: str = str(function) if schema is None else schema.name
+        namespace: str = getattr(function, "namespace", "")
+        self.name = name.removeprefix("aten::")
+        self.allocates = name in _ALLOCATES  # whether it makes memory that holds nothing yet
+        self.is_view = schema is not None and not schema.is_mutable and (function.is_view or name in _VIEWS)
         self.draws = torch.Tag.nondeterministic_seeded in function.tags  # whether the operation may draw random numbers
         self.written = _written_by(function)
         """The arguments that the operation writes into: positions, and names of those that are given by name."""
         self.overwrites = self.name in _OVERWRITES or any(isinstance(place, str) for place in self.written)
-        self.tags = getattr(function, "tags", ())
-        self.collective = getattr(function, "namespace", "") in _COLLECTIVES
-        self.custom = getattr(function, "namespace", "") not in _NATIVE
+        self.tags = function.tags
+        self.collective = namespace in _COLLECTIVES
+        self.custom = namespace not in _NATIVE
         """Whether the operation is none of PyTorch's own, so that it may draw random numbers without saying so."""
 
 

@@ -10,7 +10,6 @@ import torch
 
 from offload.recompute.costs import RegionProfile
 from offload.recompute.learn import Trace
-from offload.recompute.operations import EMPTY
 from offload.recompute.policies import KEEP, OFFLOAD, RECOMPUTE, REST, SOURCE, UNSEEN, Policy, RegionPolicies
 from offload.recompute.second_run import NOTHING, SecondRun
 from offload.recompute.state import LayerState
@@ -252,7 +251,7 @@ def names_of(trace: Trace) -> dict[int, str]:
     for step in trace.steps:
         for storage in step.makes:
             writers = trace.storages[storage].writers
-            only_allocates = len(writers) > 1 and step.operation.effect is EMPTY
+            only_allocates = len(writers) > 1 and step.operation.allocates
             maker = trace.steps[writers[1]] if only_allocates else step
             add(storage, f"{maker.module}: {maker.operation.name}" if maker.module else maker.operation.name)
     for saved in trace.saved:
