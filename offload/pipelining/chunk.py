@@ -54,19 +54,18 @@ class ChunkParts:
 
     def pack(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """The pack hook; what it returns, the unpack hook calls."""
-        if self._open is None:
-            raise RuntimeError("a part's hooks were called outside of its forward; please report this.")
+        opened: Any = self._open  # a part has begun where these hooks are on
         if self._node != (node := next_node()):
             while self._part < self.parts - 1 and sum(self._nbytes) >= (self._part + 1) * self._part_bytes:
-                self._open.close()
-                self._open = self._begin_part(self._part + 1)
+                opened.close()
+                opened = self._open = self._begin_part(self._part + 1)
             self._node = node
             self._nbytes.append(0)
         for storage in (one.untyped_storage() for one in offloaded_parts(tensor, self._round.rules)):
             if storage not in self._seen:
                 self._seen.add(storage)
                 self._nbytes[-1] += storage.nbytes()
-        return partial(self._unpack, self._part, (self._open.packing or self._open.pack)(tensor))
+        return partial(self._unpack, self._part, (opened.packing or opened.pack)(tensor))
 
     def _unpack(self, part: int, handle: SavedHandle) -> torch.Tensor:
         self.reach(part)
