@@ -50,11 +50,11 @@ class _Flight(NamedTuple):
 class GradientWriter:
     """Writes gradients to ``p.grad``, of at most ``num_flights`` layers at once while compute continues."""
 
-    def __init__(self, backend: Backend, layers: list[WeightLayer], num_flights: int, counters: Counter[str]) -> None:
+    def __init__(self, backend: Backend, hosts: list[HostParameter], num_flights: int, counters: Counter[str]) -> None:
         self._backend = backend
-        self._layers = layers
+        self._hosts = hosts
         self._d2h_stream, _ = backend.copy_streams
-        self._num_flights = num_flights
+        self.num_flights = num_flights
         self.counters = counters
         self._flights: deque[_Flight] = deque()
         # The memory of p.grad, kept from step to step: page-locking stops the device.
@@ -79,7 +79,7 @@ class GradientWriter:
         # The flight alone holds them now, and frees each as soon as compute has waited.
         layer.gradients.clear()
         del leaving
-        while len(self._flights) > self._num_flights:
+        while len(self._flights) > self.num_flights:
             trace.point("wait", self._flights[0].layer)
             # From here on compute may reuse the memory: it is told to wait for the copy that reads it.
             self._backend.wait(compute, self._flights[0].arrived, WeightWait.RELEASE)
@@ -100,9 +100,8 @@ class GradientWriter:
             while self._flights:
                 self._land()
             self._worker.drain()  # additions that are still queued
-            for layer in self._layers:
-                for host in layer.parameters:
-                    host.give_back_gradient()
+            for host in self._hosts:
+                host.give_back_gradient()
             self._fill_staging()
             errors = list(self.errors)
             self.errors.clear()
@@ -187,16 +186,13 @@ class GradientWriter:
 class LayerSteps(WeightHolder):
     """Gives the gradients of layers to an optimizer that steps in backward."""
 
-    def __init__(
-        self, backend: Backend, layers: list[WeightLayer], most_flights: int, writer: GradientWriter, *, averaged: bool
-    ) -> None:
+    def __init__(self, backend: Backend, hosts: list[HostParameter], writer: GradientWriter, *, averaged: bool) -> None:
         self.device = backend.device
         self._backend = backend
-        self._hosts = list(dict.fromkeys(host for layer in layers for host in layer.parameters))
-        self._most_flights = most_flights
+        self._hosts = hosts
         self._writer = writer
         self._averaged = averaged
-        self.parameters = {host.parameter for host in self._hosts}
+        self.parameters = {host.parameter for host in hosts}
         # Weak: the optimizer goes when the program drops it, with what its hooks hold.
         self._steps: weakref.ref[BackwardSteps] | None = None
         self._left: dict[WeightLayer, Gradients] = {}
@@ -285,7 +281,7 @@ class LayerSteps(WeightHolder):
         given: dict[torch.Tensor, Given]
         given = {host.parameter: (one, host.total, weights.get(host)) for host, one in gradients.items()}
         self._stepped.add(layer)
-        self._updated = steps.step_layer(given, self._most_flights)
+        self._updated = steps.step_layer(given, self._writer.num_flights)
         for host in gradients:
             if host.total is not None:
                 self._totals.append(host.total)

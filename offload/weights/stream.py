@@ -117,7 +117,7 @@ class WeightStream:
         num_slots: int,
         group: ProcessGroup | None = None,
     ) -> None:
-        hosts = {host for layer in layers for host in layer.parameters}
+        hosts = list(dict.fromkeys(host for layer in layers for host in layer.parameters))
         self.device = backend.device
         self.backend = backend
         self.layers = layers
@@ -136,13 +136,13 @@ class WeightStream:
         for layer in layers:
             layer.renew(backend.compute_stream_id())
         self.grouped = group is not None
-        self._writer = GradientWriter(backend, layers, num_slots - 1, self.counters)
+        self._writer = GradientWriter(backend, hosts, num_slots - 1, self.counters)
         self.reducer: GradientReducer | None = None
         if group is not None and group.size() > 1:
             self.reducer = GradientReducer(backend, layers, group, self._writer)
             for host in hosts:
                 host.refuse_outside()
-        self.steps = LayerSteps(backend, layers, num_slots - 1, self._writer, averaged=self.reducer is not None)
+        self.steps = LayerSteps(backend, hosts, self._writer, averaged=self.reducer is not None)
         holders.add(self.steps)
 
     def close(self) -> None:
