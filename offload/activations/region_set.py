@@ -249,10 +249,8 @@ class RegionSet(ActivationSet):
             if tensor.untyped_storage().nbytes() <= CLONED_BYTES:
                 clones[address_of(tensor.untyped_storage())] = tensor.detach().clone()
 
-        backend = self.transfers.backend
-        clock = backend.mark if self._policies.measures else None
-        names = ModuleNames(layer)
-        learn = Learn(names, [*tensors, *layer.parameters(), *state.tensors()], clock=clock, before_write=before_write)
+        known = [*tensors, *layer.parameters(), *state.tensors()]
+        learn = Learn(ModuleNames(layer), known, before_write=before_write)
         given = [learn.number_of(one, 0) if plain_memory(one) is not None else None for one in tensors]
         movable = [isinstance(decide(one, self._rules), type) for one in tensors]
         learn.trace.given = given
