@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from offload.callbacks.base import WhileTraining
 from offload.optimizer.early import norms_logged_by
@@ -33,14 +32,7 @@ class OffloadCallback(WhileTraining, TrainerCallback):
     """
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
-        **_: Any,
+        self, args: TrainingArguments, *_: Any, model: nn.Module, optimizer: Any = None, **__: Any
     ) -> None:
         if args.n_gpu > 1:  # nn.DataParallel runs copies of the layers in threads, and the copies share hooks
             raise RuntimeError(
@@ -51,11 +43,11 @@ class OffloadCallback(WhileTraining, TrainerCallback):
         self.attach(model, plain, device=args.device, clips_at=args.max_grad_norm)
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, logs: dict[str, float], **_: Any
+        self, args: TrainingArguments, state: TrainerState, *_: Any, logs: dict[str, float], **__: Any
     ) -> None:
         if "loss" in logs:  # not for an evaluation, whose results the caller gets
             for entry in (logs, state.log_history[-1]):  # the history's entry is made before callbacks are called
                 entry.update(self.metrics())
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         self.remove()

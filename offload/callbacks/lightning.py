@@ -25,12 +25,12 @@ class OffloadCallback(WhileTraining, Callback):
         clips_at = trainer.gradient_clip_val
         self.attach(pl_module, *trainer.optimizers, device=pl_module.device, clips_at=clips_at)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, _: Trainer, pl_module: LightningModule, *__: Any) -> None:
         # Tensors on the host: Lightning would copy numbers to the device and wait for the copy.
         pl_module.log_dict({name: torch.tensor(value) for name, value in self.metrics().items()})
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, *_: Any) -> None:
         self.remove()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(self, *_: Any) -> None:
         self.remove()
