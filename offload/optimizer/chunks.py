@@ -131,14 +131,6 @@ class ChunkStepper:
             raise RuntimeError("the optimizer must be there while it is streamed, but it is gone; keep it.")
         return found
 
-    def check_whole(self) -> None:
-        """Raise if a step was cut off in the middle: some parameters have made it, and others have not."""
-        if self.torn:
-            raise RuntimeError(
-                f"parameters and optimizer state must belong to one step, but {self.torn}; load both from a "
-                "checkpoint, by load_state_dict."
-            )
-
     def settle(self) -> None:
         """Block until no copy to the host runs."""
         copied = self.last_copy
@@ -151,7 +143,15 @@ class ChunkStepper:
             self.last_copy = None  # after the wait: an interrupt leaves it to the next
 
     def take_over(self) -> None:
-        """Let state be streamed that the program has put into ``optimizer.state``, or in the place of all of it."""
+        """Let state be streamed that the program has put into ``optimizer.state``, or in the place of all of it.
+
+        Raises if a step was cut off in the middle: some parameters have made it, and others have not.
+        """
+        if self.torn:
+            raise RuntimeError(
+                f"parameters and optimizer state must belong to one step, but {self.torn}; load both from a "
+                "checkpoint, by load_state_dict."
+            )
         given, shown = self.optimizer.state, self.store.shown
         foreign = self.store.foreign(given)
         if foreign or given is not shown:

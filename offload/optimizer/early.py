@@ -218,7 +218,6 @@ class BackwardSteps:
         if run in self._runs:
             return
         if not self._runs:
-            self.stepper.check_whole()
             self.stepper.take_over()
             if not self._unwrapped:  # looking for wrappers takes long
                 _refuse_ddp(self._hooks)

@@ -60,13 +60,14 @@ class StreamedOptimizer(Handle):
         self._stepper: ChunkStepper | None = stepper
         self._early = early
         self._forward = forward
+        self._join = forward.join if forward is not None else lambda: None  # lets compute wait for steps beside it
         self._counters = stepper.counters
         self._name = type(stepper.optimizer).__name__
         optimizer = stepper.optimizer
         self._loading: dict[Any, Any] = {}
         self._hooks = [
             optimizer.register_step_pre_hook(interpreted(self._before_step)),
-            optimizer.register_state_dict_pre_hook(self._before_state_dict),
+            optimizer.register_state_dict_pre_hook(lambda _: self._in_use.take_over()),
             optimizer.register_state_dict_post_hook(self._after_state_dict),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(self._after_load),
@@ -92,11 +93,6 @@ class StreamedOptimizer(Handle):
         self._join()
         if self._stepper is not None:
             self._stepper.settle()
-
-    def _join(self) -> None:
-        """Let compute wait for steps beside it."""
-        if self._forward is not None:
-            self._forward.join()
 
     @property
     def state(self) -> Literal["following", "removed"]:
@@ -152,7 +148,6 @@ class StreamedOptimizer(Handle):
         """Step all chunks; what PyTorch calls then is the step of an optimizer without parameters."""
         stepper = self._in_use
         self._join()
-        stepper.check_whole()
         stepper.take_over()
         if stepper.backend.capturing:
             raise CaptureError(
@@ -176,10 +171,6 @@ class StreamedOptimizer(Handle):
         stepper.finish()
         stepper.torn = ""
         return (without_parameters(optimizer),), kwargs
-
-    def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
-        self._in_use.check_whole()
-        self._in_use.take_over()
 
     def _after_state_dict(self, optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> dict[str, Any]:
         """Counters on the device are copied to the host, as all else in the state; sharded state is shown as such."""
