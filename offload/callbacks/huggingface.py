@@ -42,9 +42,7 @@ class OffloadCallback(WhileTraining, TrainerCallback):
         plain = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
         self.attach(model, plain, device=args.device, clips_at=args.max_grad_norm)
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, *_: Any, logs: dict[str, float], **__: Any
-    ) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, *_: Any, logs: dict[str, float], **__: Any) -> None:
         if "loss" in logs:  # not for an evaluation, whose results the caller gets
             for entry in (logs, state.log_history[-1]):  # the history's entry is made before callbacks are called
                 entry.update(self.metrics())
