@@ -74,6 +74,22 @@ def test_layers_without_a_backward_or_without_regions(case: str, lab: Lab) -> No
         assert handle.plan is not None
 
 
+@pytest.mark.filterwarnings("ignore:memory_budget", "ignore:.* freed no device memory")
+def test_weights_of_a_functional_call(lab: Lab) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    leaves, model = leaves_of(layers, x), nn.Sequential(*layers)
+
+    def step() -> None:
+        given = {name: 1.5 * parameter for name, parameter in model.named_parameters()}
+        torch.func.functional_call(model, given, (x,)).square().sum().backward()
+
+    expected = gradients(leaves, step)
+    with budgeted(layers, lab, "1KiB") as handle:
+        for _ in range(3):
+            assert_same(expected, gradients(leaves, step))
+        assert handle.plan is not None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.65, 0.8, 2.0])
 def test_steps_are_right_and_a_plan_is_followed(share: float, lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
