@@ -119,6 +119,20 @@ def with_attribute(holder: object, name: str, value: object) -> Iterator[None]:
         undo()
 
 
+class EndOfBackward:
+    """For ``when_backward_ends``: calls ``end`` also for a backward that fails, when autograd frees this object."""
+
+    def __init__(self, end: Callable[..., None]) -> None:
+        self._end = end
+
+    def __call__(self) -> None:
+        self._end(failed=False)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self._end(failed=True)
+
+
 class LayerListener:
     """What a part of the library does at the events of one layer: here, nothing."""
 

@@ -2,7 +2,7 @@
 
 No other file uses private names, except for the documented ``_version`` and ``_base`` of tensors. A function that the
 installed PyTorch lacks raises :class:`RuntimeError`, which names the version, when it is called for the first time.
-``import offload`` changes nothing: the first layer that is offloaded calls :func:`patch_once`.
+``import offload`` changes nothing: the first layer that is offloaded does, or the first with streamed weights.
 """
 
 from __future__ import annotations
@@ -130,18 +130,21 @@ def when_backward_ends(call: Callable[[], None]) -> None:
     _take("autograd.Variable._execution_engine").queue_callback(call)
 
 
-class EndOfBackward:
-    """For :func:`when_backward_ends`: calls ``end`` also for a backward that fails, when autograd frees this object."""
+@functools.cache
+def before_its_error(call: Callable[[], object]) -> None:
+    """Have ``call`` called in a thread whose backward has failed, maybe before autograd's own thread has freed it."""
+    run, graph = _take("autograd.graph._engine_run_backward"), _take("autograd.graph")
 
-    def __init__(self, end: Callable[..., None]) -> None:
-        self._end = end
+    @functools.wraps(run)
+    def run_backward(*args: Any, **options: Any) -> Any:
+        try:
+            return run(*args, **options)
+        except BaseException:
+            if not in_backward():  # else an outer backward fails as well, or goes on
+                call()
+            raise
 
-    def __call__(self) -> None:
-        self._end(failed=False)
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
-            self._end(failed=True)
+    graph._engine_run_backward = torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]
 
 
 def is_captured(node: Any) -> bool:

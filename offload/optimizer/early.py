@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from offload.base.torch_private import EndOfBackward, ddp_parameters, make_wrapper, this_backward, when_backward_ends
+from offload.base.layer_events import EndOfBackward
+from offload.base.torch_private import ddp_parameters, make_wrapper, this_backward, when_backward_ends
 from offload.device.backend import Event
 from offload.optimizer.chunks import NUM_SLOTS, ChunkStepper, StepWait, check_dense
 from offload.optimizer.proof import gradient_dtype, with_groups

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections import Counter
 from functools import partial
 
@@ -21,9 +22,15 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from offload.base import trace
-from offload.base.layer_events import LayerCall, LayerListener, Turn
+from offload.base.layer_events import EndOfBackward, LayerCall, LayerListener, Turn
 from offload.base.tensors import tensors_in
-from offload.base.torch_private import EndOfBackward, address_of, before_backward, in_backward, when_backward_ends
+from offload.base.torch_private import (
+    address_of,
+    before_backward,
+    before_its_error,
+    in_backward,
+    when_backward_ends,
+)
 from offload.device.backend import Backend
 from offload.optimizer.state import holders
 from offload.optimizer.stream import streams_any_of
@@ -32,6 +39,7 @@ from offload.weights.layer import WeightLayer, WeightSlots, WeightWait
 from offload.weights.reduce import GradientReducer
 
 _logger = logging.getLogger(__name__)
+_in_use: weakref.WeakSet[WeightStream] = weakref.WeakSet()
 
 
 class StreamedLayer(LayerListener):
@@ -107,6 +115,13 @@ class StreamedLayer(LayerListener):
         self._stream.settle()
 
 
+def _drop_failed() -> None:
+    """Drop what this thread's backward, which has failed, left undone: the program may drop ``p.grad`` next."""
+    for stream in list(_in_use):
+        if stream.backward is not None and stream.last_thread is threading.current_thread():
+            stream.end_run(stream.backward, failed=True)
+
+
 class WeightStream:
     """The layer that computes, the backward that runs, and the work at the end of each."""
 
@@ -128,6 +143,7 @@ class WeightStream:
         self._compute = backend.compute_stream()  # the stream that this layer runs on
         self.backward: object = None  # the one that runs
         self.thread: threading.Thread | None = None  # that is in a layer's forward or in a backward
+        self.last_thread: threading.Thread | None = None  # the last that was
         self._what = ""  # what it does, for messages
         self._entering = threading.Lock()  # two threads may enter at the same moment
         # Autograd's thread and the program may drop a failed backward at once. Reentrant: what the drop frees may hold
@@ -144,6 +160,8 @@ class WeightStream:
                 host.refuse_outside()
         self.steps = LayerSteps(backend, hosts, self._writer, averaged=self.reducer is not None)
         holders.add(self.steps)
+        _in_use.add(self)
+        before_its_error(_drop_failed)
 
     def close(self) -> None:
         """Let gradients come from anywhere."""
@@ -166,7 +184,8 @@ class WeightStream:
                     f"{user.name} is in {self._what}; hold a lock from forward to the end of backward, or give each "
                     "thread a model of its own."
                 )
-            self.thread, self._what = thread, what
+            self.thread = self.last_thread = thread
+            self._what = what
 
     def enter(self, layer: WeightLayer, what: str, *, step: int) -> None:
         """Let a layer compute; the layer ``step`` further is next."""

@@ -115,8 +115,8 @@ class StreamedWeights(Handle):
         """Block until no copy reads the host's weights; the next forward loads them anew.
 
         Optimizers and ``load_state_dict`` do this by themselves. Call it before you change a parameter in another way
-        after a forward whose backward did not run, and after an interrupt in a layer's forward or an error in backward
-        before you use the modules' parameters, by ``model.zero_grad()`` for example.
+        after a forward whose backward did not run, and after an interrupt in a layer's forward before you use the
+        modules' parameters, by ``model.zero_grad()`` for example.
         """
         if self._stream is not None:
             self._stream.settle()

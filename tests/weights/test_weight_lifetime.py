@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -94,10 +95,11 @@ def test_failing_layers(where: str, number: int, error: BaseException, device: t
 
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_failed_backward_that_autograd_still_holds(in_thread: bool, device: torch.device) -> None:
-    """Also of a thread that has ended since."""
+    """Also of a thread that has ended since: the program, which drops ``p.grad``, finds none there again."""
     layers, x = build(Failing, LAYERS, device)
     expected = gradients(layers, x)
     with stream_weights(layers, device) as handle:
+        backward(layers, x)
         held = []
 
         def fail(_: torch.Tensor) -> None:
@@ -113,7 +115,10 @@ def test_failed_backward_that_autograd_still_holds(in_thread: bool, device: torc
 
         in_threads(failing) if in_thread else failing()
         assert len(held) == 1
-        assert all(value.device.type == "cpu" for value in layers.state_dict().values())
+        assert all(p.grad is not None and p.device.type == "cpu" for p in layers.parameters())
+        layers.zero_grad()
+        forward(layers, x)
+        assert all(p.grad is None for p in layers.parameters())
         assert_as_before(handle, layers, x, expected)
         held.clear()
         assert_as_before(handle, layers, x, expected)
@@ -122,7 +127,7 @@ def test_failed_backward_that_autograd_still_holds(in_thread: bool, device: torc
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("by", ["two threads", "what it frees"])
 def test_a_failed_backward_is_dropped(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the program, which goes on, and when autograd lets it go: in its own thread on a GPU, or in the midst."""
+    """Before the program has its error, and when autograd lets it go: in its own thread on a GPU, or in the midst."""
     layers, x = build(Failing, LAYERS, torch.device("cpu"))
     expected = gradients(layers, x)
     dropped, held, both = list[object](), list[object](), threading.Barrier(2)
@@ -135,28 +140,32 @@ def test_a_failed_backward_is_dropped(by: str, monkeypatch: pytest.MonkeyPatch) 
 
     def fail(_: torch.Tensor) -> None:
         held.extend(each for each in gc.get_objects() if type(each).__name__ == "EndOfBackward")
+        if by == "two threads":
+            other.start()
+            sys.settrace(meet)
         raise ValueError("stop")
 
-    def drop(how: Callable[[], object]) -> None:
-        before = sys.gettrace()
-        sys.settrace(slowly(WeightStream.drop_backward))
-        both.wait(10)
-        how()
-        sys.settrace(before)
+    def meet(frame: FrameType, *_: object) -> Any:
+        if slow := slowly(WeightStream.drop_backward)(frame):
+            both.wait(10)
+        return slow
 
+    def free() -> None:
+        both.wait(10)
+        sys.settrace(slowly(WeightStream.drop_backward))
+        held.clear()
+
+    other = threading.Thread(target=free, daemon=True)
     with stream_weights(layers, "cpu") as handle:
         y = layers[1](layers[0](x))
         y.register_hook(fail)
+        monkeypatch.setattr(GradientWriter, "finish", finish_and_free)
+        before = sys.gettrace()
         with pytest.raises(ValueError, match="stop"):
             loss_of(forward(layers[2:], y)).backward()
-        monkeypatch.setattr(GradientWriter, "finish", finish_and_free)
+        sys.settrace(before)
         if by == "two threads":
-            other = threading.Thread(target=drop, args=(held.clear,), daemon=True)
-            other.start()
-            drop(handle.synchronize)
             other.join(10)
-        else:
-            handle.synchronize()
         assert len(dropped) == 1 or by == "what it frees"
         monkeypatch.undo()
         assert_as_before(handle, layers, x, expected)
