@@ -160,7 +160,11 @@ def prove_all(
         return None
     _find_constants(trace, learn, again)
     movable = way.droppable()
-    written = {number for number in range(len(trace.saved)) if _is_written_later(trace, number)}
+    written = {
+        number
+        for number, saved in enumerate(trace.saved)
+        if saved.storage is not None and max(trace.storages[saved.storage].writers, default=-1) >= saved.time
+    }
     way.differing = proof.differing & set(movable)
     way.forced = written | _origins(frame, way, originals, lend, short=short)
     if backend is None:
@@ -170,12 +174,6 @@ def prove_all(
     # Behind what depends on data the operations may be others each time: their seconds are those of the first of them.
     rest_s = [math.fsum(seconds[len(steps) :]), *[0.0] * (len(trace.steps) - len(steps))]
     return [*seconds[: len(steps)], *rest_s][: len(trace.steps)], whole_s
-
-
-def _is_written_later(trace: Trace, number: int) -> bool:
-    saved = trace.saved[number]
-    writers = trace.storages[saved.storage].writers if saved.storage is not None else []
-    return bool(writers) and writers[-1] >= saved.time
 
 
 def _find_constants(trace: Trace, learn: Learn, again: Learn) -> None:

@@ -26,13 +26,16 @@ class SecondRun:
         steps, storages, zone = trace.steps, trace.storages, trace.zone
         suppliers = _kept_storages(trace, self.dropped)
         forbidden = {time for time, step in enumerate(steps) if step.final or (step.draws and not draws)}
+        # They must advance a generator for a later one that draws. Those of others may draw without saying so.
+        drawing = {time for time, step in enumerate(steps) if draws and (step.draws or step.operation.custom)}
+        unseen = _unseen(trace)
         while True:
             needed = _slice(trace, self.dropped, suppliers)
-            executed = needed | _unseen(trace)
+            executed = needed | unseen
             if zone >= 0:
                 executed |= set(range(zone, len(steps)))
-            if draws:
-                executed |= _draws_before(trace, executed)
+            last_drawing = max(drawing & executed, default=-1)
+            executed |= {time for time in drawing if time < last_drawing}
             read = [(storage, time) for time in executed for storage in steps[time].reads]
             executed = _demand(trace, read, executed, suppliers)
             # What an executed operation makes or writes need not or must not be handed over. That is so as well of what
@@ -71,7 +74,7 @@ class SecondRun:
         self.unsized: list[int] = []
         """Operations that must run with inputs of another size, as nobody else knows the size of their results."""
         last = max((trace.saved[number].time for number in self.dropped), default=0)
-        self.reads_until = math.inf if zone >= 0 or _unseen(trace) else last
+        self.reads_until = math.inf if zone >= 0 or unseen else last
         """No operation from this one on runs again, and so what only such operations read may have changed."""
         self.hands_over = any(time < last for time in self.results)
         """Whether anything is skipped or handed over before the last dropped tensor; else no mode is needed."""
@@ -149,13 +152,6 @@ def _unseen(trace: Trace) -> set[int]:
     last = max((time for time, step in enumerate(trace.steps) if step.barrier), default=-1)
     last = max([last, *(one.first_seen - 1 for one in trace.storages if one.unseen)])
     return set(range(last + 1))
-
-
-def _draws_before(trace: Trace, executed: Collection[int]) -> set[int]:
-    """Operations that must advance a generator for a later one that draws. Those of others may draw unsaid."""
-    may_draw = {time for time, step in enumerate(trace.steps) if step.draws or step.operation.custom}
-    last = max(may_draw.intersection(executed), default=-1)
-    return {time for time in may_draw if time < last}
 
 
 NOTHING = SecondRun(Trace(), ())

@@ -60,10 +60,12 @@ class Settings(NamedTuple):
         """The settings of this thread."""
         is_on, dtype, kind = torch.is_autocast_enabled, torch.get_autocast_dtype, device.type
         autocast = ("cpu", is_on("cpu"), dtype("cpu"))
+        nesting: int = torch.autocast_increment_nesting()
+        torch.autocast_decrement_nesting()
         return cls(
             (autocast,) if kind == "cpu" else (autocast, (kind, is_on(kind), dtype(kind))),
             torch.is_autocast_cache_enabled(),
-            in_autocast(),
+            nesting > 1,
             torch.get_default_device() if function_modes() else None,
             tuple([get() for get, _ in _FLAGS]),
         )
@@ -91,13 +93,6 @@ class Settings(NamedTuple):
                     stack.callback(switch, present)
                     switch(wanted)
             yield
-
-
-def in_autocast() -> bool:
-    """Whether an autocast context is entered, switched on or not."""
-    nesting: int = torch.autocast_increment_nesting()
-    torch.autocast_decrement_nesting()
-    return nesting > 1
 
 
 # Generators of random numbers.
