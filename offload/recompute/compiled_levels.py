@@ -80,15 +80,6 @@ def _draws(function: Any, schema: Any, args: Any, kwargs: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in function.tags
 
 
-def _policy(level: Level, found: set[Level]) -> Callable[..., CheckpointPolicy]:
-    def policy(_context: object, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        of = _level_of(function, args, kwargs)
-        found.add(of)
-        return CheckpointPolicy.MUST_SAVE if of <= level else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return policy
-
-
 def _runs_at(level: Level, found: set[Level]) -> Callable[..., Any]:
     """A function that runs a forward at a level, for the compiler to trace; each has its own cache there."""
     run: Any
@@ -97,7 +88,13 @@ def _runs_at(level: Level, found: set[Level]) -> Callable[..., Any]:
         def run(forward: Any, args: Any, kwargs: Any) -> Any:
             return forward(*args, **kwargs)
     else:
-        contexts = partial(create_selective_checkpoint_contexts, _policy(level, found))
+
+        def policy(_: object, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            of = _level_of(function, args, kwargs)
+            found.add(of)
+            return CheckpointPolicy.MUST_SAVE if of <= level else CheckpointPolicy.PREFER_RECOMPUTE
+
+        contexts = partial(create_selective_checkpoint_contexts, policy)
 
         def run(forward: Any, args: Any, kwargs: Any) -> Any:
             return checkpoint(lambda: forward(*args, **kwargs), use_reentrant=False, context_fn=contexts)
