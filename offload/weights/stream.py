@@ -39,7 +39,9 @@ from offload.weights.layer import WeightLayer, WeightSlots, WeightWait
 from offload.weights.reduce import GradientReducer
 
 _logger = logging.getLogger(__name__)
-_in_use: weakref.WeakSet[WeightStream] = weakref.WeakSet()
+
+streams: weakref.WeakSet[WeightStream] = weakref.WeakSet()
+"""All there are. Weak: a stream lives as long as its layers' hooks and graphs."""
 
 
 class StreamedLayer(LayerListener):
@@ -117,7 +119,7 @@ class StreamedLayer(LayerListener):
 
 def _drop_failed() -> None:
     """Drop what this thread's backward, which has failed, left undone: the program may drop ``p.grad`` next."""
-    for stream in list(_in_use):
+    for stream in list(streams):
         if stream.backward is not None and stream.last_thread is threading.current_thread():
             stream.end_run(stream.backward, failed=True)
 
@@ -160,7 +162,7 @@ class WeightStream:
                 host.refuse_outside()
         self.steps = LayerSteps(backend, hosts, self._writer, averaged=self.reducer is not None)
         holders.add(self.steps)
-        _in_use.add(self)
+        streams.add(self)
         before_its_error(_drop_failed)
 
     def close(self) -> None:

@@ -27,12 +27,9 @@ from offload.optimizer.stream import streams_any_of
 from offload.weights.layer import InPlace, WeightLayer, check_parameters, missing_bytes
 from offload.weights.parameter import HostParameter
 from offload.weights.reduce import check_group
-from offload.weights.stream import StreamedLayer, WeightStream
+from offload.weights.stream import StreamedLayer, WeightStream, streams
 
 _logger = logging.getLogger(__name__)
-
-_streams: weakref.WeakSet[WeightStream] = weakref.WeakSet()
-"""Streams whose weights an optimizer may step. Weak: a stream lives as long as its layers' hooks and graphs."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +222,6 @@ def stream_weights(
     stream = WeightStream(backend, streamed, num_slots, process_group)
     handle = StreamedWeights(modules, stream)
     _watch_optimizers(_before_step)
-    _streams.add(stream)
     return handle
 
 
@@ -253,7 +249,7 @@ _watch_optimizers = cache(register_optimizer_step_pre_hook)
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     fused_sgd = isinstance(optimizer, torch.optim.SGD) and any(group.get("fused") for group in optimizer.param_groups)
-    for stream in list(_streams):
+    for stream in list(streams):
         stepped = stream.parameters & {parameter for group in optimizer.param_groups for parameter in group["params"]}
         on_cpu = fused_sgd and not streams_any_of(stepped)
         if on_cpu and torch.__version__ < "2.14" and any(parameter.element_size() == 2 for parameter in stepped):
