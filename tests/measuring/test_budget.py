@@ -16,6 +16,7 @@ from lab import Lab
 from models import WIDTH, assert_same, build, gradients, leaves_of, step_gradients, through
 from scripts import NO_GPU, run_scripts
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 import offload
@@ -281,6 +282,14 @@ def test_no_word_is_said_of_a_budget_that_each_step_meets(given: str, rows: int,
     decides: Any = {"memory_budget": budget, "plan": offload.plan(profile, budget, offload.Link(1e9, 1e9, 1.5e9))}
     with offload.offload_layers(layers, **{given: decides[given]}, **options):
         assert max(step() for _ in range(6)) <= budget
+
+
+def test_a_removed_handle_counts_nothing(lab: Lab) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    with budgeted(layers, lab, "1MiB"):
+        step_gradients(layers, x)
+        assert _get_current_dispatch_mode_stack()
+    assert not _get_current_dispatch_mode_stack()
 
 
 def test_evaluation_between_the_steps_does_not_count(lab: Lab) -> None:

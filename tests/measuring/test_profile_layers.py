@@ -88,9 +88,9 @@ def training_step(model: nn.Module, x: Tensor):
 
 
 class TestTimes:
-    @pytest.mark.parametrize("input_needs_grad", [False, True])
-    def test_of_the_right_layer(self, clock, input_needs_grad):
-        model = nn.Sequential(slow(clock, 0.01, 0.04), slow(clock, 0.03, 0.02))
+    @pytest.mark.parametrize(("input_needs_grad", "regions"), [(False, False), (True, False), (True, True)])
+    def test_of_the_right_layer(self, clock, input_needs_grad, regions):
+        model = nn.Sequential(slow(clock, 0.01, 0.04), slow(clock, 0.02, 0.03))
         x = torch.ones(1024, requires_grad=input_needs_grad)
 
         def step():
@@ -99,9 +99,9 @@ class TestTimes:
             y.sum().backward()
             clock.sleep(0.025)
 
-        profile = profile_layers(model, step, min_bytes=MIN_BYTES)
+        profile = profile_layers(model, step, min_bytes=MIN_BYTES, regions=regions)
         times = [time_s for layer in profile.layers for time_s in (layer.forward_s, layer.backward_s)]
-        assert times == pytest.approx([0.01, 0.04, 0.03, 0.02])
+        assert times == pytest.approx([0.01, 0.04, 0.02, 0.03])
         assert (profile.loss_s, profile.other_s) == pytest.approx((0.015, 0.025))
 
     def test_of_one_microbatch(self, clock):

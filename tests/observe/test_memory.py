@@ -52,6 +52,18 @@ def test_views_changes_in_place_and_memory_of_another_tensor_take_nothing(device
     assert other.data_ptr() == before.data_ptr()
 
 
+def test_memory_that_two_results_share_counts_once(device: torch.device) -> None:
+    with torch.library._scoped_library("offload_memory", "FRAGMENT") as library:
+        library.define("halves(Tensor x) -> (Tensor, Tensor)")
+        library.impl("halves", lambda x: (x + 1).chunk(2), "CompositeExplicitAutograd")
+        before = kib(64, device)
+        with memory_meter(device) as meter:
+            halves = torch.ops.offload_memory.halves(before)
+            del halves
+            kib(16, device)
+    assert meter.peak_bytes == 64 * KIB
+
+
 def test_memory_freed_in_another_thread(device: torch.device) -> None:
     with memory_meter(device) as meter:
         held = [kib(32, device)]

@@ -238,6 +238,22 @@ def test_a_change_of_recipes_needs_no_memory_for_the_state(lab: Lab, monkeypatch
     assert max(peaks[1:]) < 3 * state // 4  # slots and what a chunk's step allocates
 
 
+def test_a_recipe_that_no_change_leads_to_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two steps, the host would have the weights and all of the state, of which that recipe has a part."""
+    monkeypatch.setattr(PREPARE, "RECIPES", (ALL_STREAMED, STREAMED))
+    monkeypatch.setattr(PREPARED, "_first_of", chosen(STREAMED))
+    first = property(lambda plan: next(one for one in plan.recipes if not one.reason))
+    monkeypatch.setattr(PREPARED.TrainingPlan, "chosen", first)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    budget, most = (share * weight_bytes(model) // 2 for share in (8, 5))
+    with offload.prepare(model, adamw(model), budget, most, layers=[*model], device="cpu", min_bytes=0) as prepared:
+        for _ in range(4):
+            model(torch.ones(4, 256)).square().mean().backward()
+            prepared._optimizers[0].step()
+        assert prepared.recipe == STREAMED
+        assert prepared.plan.recipes[0].reason == "a change to it, between two steps, needs more memory"
+
+
 def test_weights_that_move_to_the_host_take_the_place_of_idle_memory(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """What activations had pinned before counts to ``max_host_bytes``, as the weights do."""
     monkeypatch.setattr(PREPARE, "RECIPES", (CONSUMED, ALL_CONSUMED))

@@ -13,6 +13,8 @@ from test_policies import ALL, Function, offloaded
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+import offload
+
 pytestmark = pytest.mark.usefixtures("recomputes")
 
 LAYERS = 3
@@ -54,10 +56,16 @@ class Calls:
         ("decoder", PRODUCTS, 2),
         ("decoder", SOME, 0),
         ("gpt", SOME, 2),
+        ("no room", PRODUCTS, 0),
     ],
 )
 @pytest.mark.filterwarnings("ignore:policies has patterns that match no region", "ignore:num_layers = model_layers - 1")
-def test_one_size_is_learned(kind: str, policies: dict[str, str], num_layers: int, lab: Lab) -> None:
+def test_one_size_is_learned(
+    kind: str, policies: dict[str, str], num_layers: int, lab: Lab, request: pytest.FixtureRequest
+) -> None:
+    """Also where there is no room for a second run beside what a layer has saved, and backward compares two."""
+    if kind == "no room":
+        kind = request.getfixturevalue("no_room") or "decoder"
     shapes = [(2, 8), (2, 16), (2, 11), (2, 64), (2, 3), (2, 57), (2, 100), (2, 8), (2, 1)]
     layers, _ = build(kind, LAYERS, lab.device)
     expected = [step(layers, shape, lab) for shape in shapes]
@@ -70,6 +78,24 @@ def test_one_size_is_learned(kind: str, policies: dict[str, str], num_layers: in
     assert ran[0] > 2  # learned and compared
     assert policies is ALL or min(ran[1:3]) > 2  # compared
     assert ran[3:7] == [2] * 4  # forward, and once more in backward
+
+
+def test_a_size_is_recomputed_by_the_plan_that_is_followed(lab: Lab) -> None:
+    """Also a size that ran under another plan, which dropped less."""
+    layers, _ = build("decoder", LAYERS, lab.device)
+    shapes = [(2, length) for length in (36, 34, 36, 30, 42, 30)]
+    expected = [step(layers, shape, lab) for shape in shapes]
+    profile = offload.profile_layers(layers, lambda: step(layers, shapes[0], lab), min_bytes=0, device=lab.device)
+    options: dict[str, Any] = {"min_bytes": 0, "max_host_bytes": 0, "device": lab.device}
+    plans = []
+    with offload.offload_layers(layers, memory_budget=8 * profile.saved_bytes // 10, **options) as handle:
+        for shape, gradients_of_shape in zip(shapes, expected, strict=True):
+            assert_same(gradients_of_shape, step(layers, shape, lab))
+            plans.append(handle.plan)
+    *_, before, after, last = plans
+    assert before is not after
+    assert after is last
+    assert min(before.recompute_s, after.recompute_s) > 0
 
 
 class Counts(nn.Module):

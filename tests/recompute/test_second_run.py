@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import offload
+from offload.activations import region_set
 from offload.recompute import layer_policies, run_again
 from offload.recompute.run_again import HandOver
 
@@ -391,15 +392,19 @@ def _modes() -> int:
 
 
 def test_collectives_run_once(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
-    """What depends on them is not recomputed, and a second run that goes another way would communicate, alone."""
-    way = Way()
+    """What depends on them is not recomputed, and a second run that goes another way would communicate, alone.
+
+    What has been sent may be held for long, as it is until all ranks have it.
+    """
+    way, works = Way(), list[Any]()
 
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         if way.now:
             x.detach() + 1
         y = (x * 2).sin()
         total = y.detach().mean()
-        torch.distributed.all_reduce(total)
+        works.append(torch.distributed.all_reduce(total, async_op=True))
+        works[-1].wait()
         return (y * total).tanh() * w.mean() - (x + 1).sin()
 
     store = torch.distributed.HashStore()
@@ -1155,6 +1160,7 @@ KINDS: dict[str, Callable[[Any, torch.Tensor, bool], torch.Tensor]] = {
     "shape": lambda layer, x, other: layer(x[:1] if other else x),
     "requires_grad": lambda layer, x, other: layer(x.detach() if other else x),
     "dtype": lambda layer, x, other: layer(x.double() if other else x),
+    "layout": lambda layer, x, other: layer(x.mT.contiguous().mT if other else x),
     "training": lambda layer, x, other: [layer.train(not other), layer(x)][1],
     "frozen": lambda layer, x, other: [layer.bias.requires_grad_(not other), layer(x)][1],
     "number": lambda layer, x, other: layer(x, 2 if other else 1),
@@ -1803,6 +1809,16 @@ def test_what_the_device_has_no_memory_for_after_a_proof_is_an_error(
 
 
 @pytest.mark.usefixtures("no_room")
+@pytest.mark.usefixtures("no_room", "nothing_recomputed")
+def test_what_a_layer_returns_and_saves_is_on_the_device_once(lab: Lab) -> None:
+    """Also where it was on the host while the layer ran again."""
+    layers, x = functions(lambda x, w: [y := x + 1, y.sin() * w.mean()], lab)
+    with offloaded(layers, lab, ADD):
+        y, z = layers[0](x)
+        sin, _ = (node for node, _ in z.grad_fn.next_functions)
+        assert sin._saved_self.data_ptr() == y.data_ptr()
+
+
 def test_what_a_second_run_is_compared_with_need_not_be_pinned(lab: Lab) -> None:
     """Where neither the device nor pinned memory has room for it."""
     layers, x = build("decoder", LAYERS, lab.device)
@@ -1813,24 +1829,28 @@ def test_what_a_second_run_is_compared_with_need_not_be_pinned(lab: Lab) -> None
         assert "recompute" in handle.regions(0).values()
 
 
-def test_an_interrupt_leaves_no_hooks_of_a_second_run(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if it comes before they are taken off: all later layers would be seen by them."""
+@pytest.mark.parametrize(("module", "name"), [(run_again, "pop_hooks"), (region_set, "leave_modes")])
+def test_an_interrupt_leaves_nothing_of_a_second_run(
+    module: Any, name: str, lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it comes before hooks are taken off, or a mode: all later layers would be seen by them."""
     layers, x = build("decoder", LAYERS, lab.device)
     expected = step(layers, x)
-    take_off, calls = run_again.pop_hooks, []
+    take_off, calls = getattr(module, name), []
 
-    def interrupted(pack: Any) -> None:
-        calls.append(pack)
-        if len(calls) == 1:
+    def interrupted(what: Any) -> None:
+        calls.append(what)
+        if len(calls) == (2 if name == "leave_modes" else 1):  # the first is that of what an earlier interrupt has left
             raise KeyboardInterrupt
-        take_off(pack)
+        take_off(what)
 
-    monkeypatch.setattr(run_again, "pop_hooks", interrupted)
+    monkeypatch.setattr(module, name, interrupted)
     with offloaded(layers, lab) as handle:
         with pytest.raises(KeyboardInterrupt):
             step(layers, x)
         for _ in range(2):
             assert_same(expected, step(layers, x))
+        assert not _get_current_dispatch_mode_stack()
         assert "recompute" in handle.regions(0).values()
 
 

@@ -419,8 +419,9 @@ def test_a_failed_microbatch_gives_its_staging_buffer_back(
                 patch.setattr(lab.backend, "copy", failing_copy)
             else:
                 pytest.skip("a GPU's copies do not fail")
-            with pytest.raises(RuntimeError, match=says.get(what, what)):
-                in_threads(lambda: backward(layers, x), patience_s=10)
+            for _ in range(1 if what == "addition" else gradient_writer.STAGING):  # each may lose one
+                with pytest.raises(RuntimeError, match=says.get(what, what)):
+                    in_threads(lambda: backward(layers, x), patience_s=10)
         expected = gradients(layers, x)
         backward(layers, x)
         assert handle.stats().added_bytes > 0
