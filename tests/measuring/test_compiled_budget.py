@@ -253,8 +253,20 @@ class Noisy(DecoderBlock):
         return noisy(super().forward(x).sin()).sin()
 
 
-def test_random_numbers_that_would_be_others_are_found(lab: Lab, log: pytest.LogCaptureFixture) -> None:
-    layers, x = built(Noisy, lab)
+class OnlySigns(nn.Linear):
+    """Its gradients depend on no number that it draws, but what is drawn later would be others."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x).sigmoid()
+        return (noisy(y.detach()) + y).relu()
+
+
+@pytest.mark.parametrize("block", [Noisy, OnlySigns])
+def test_random_numbers_that_would_be_others_are_found(block: Any, lab: Lab, log: pytest.LogCaptureFixture) -> None:
+    layers, x = built(block, lab)
     expected = seeded(layers, x)
     with budgeted(layers, "1MiB", compile=EAGER, max_host_bytes=0):
         for _ in range(4):

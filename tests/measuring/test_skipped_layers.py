@@ -8,6 +8,7 @@ from models import WIDTH, assert_same, build
 from torch import nn
 
 import offload
+from offload.device.select import get_backend
 from offload.measuring.compare_plans import ComparePlans
 
 LAYERS = 8
@@ -31,32 +32,41 @@ def step(
     return [parameter.grad for layer in ran for parameter in layer.parameters()], meter.peak_bytes
 
 
-@pytest.mark.parametrize("to_none", [True, False])
-def test_a_plan_is_followed_although_each_step_skips_a_layer(to_none: bool) -> None:
-    """A layer that was skipped while layers were timed costs what another one does, and its gradients' memory.
-
-    That is none where gradients are there already.
-    """
+def test_a_plan_is_followed_although_each_step_skips_a_layer() -> None:
+    """A layer that was skipped while layers were timed costs what another one does, and its gradients' memory."""
     layers, _ = build("mlp", LAYERS, torch.device("cpu"))
     x = torch.rand(4, 64, WIDTH)
-    budget = round(0.55 * step(layers, x, ALL, to_none=to_none)[1])
+    budget = round(0.55 * step(layers, x, ALL)[1])
     with offload.offload_layers(layers, memory_budget=budget, min_bytes=1, device="cpu") as handle:
         for skipped in ({1, 5}, {2}, {3, 4, 5}):
-            step(layers, x, skipped, to_none=to_none)
+            step(layers, x, skipped)
             assert handle.state == "measuring"
         for skipped in ({3}, ALL, {6, 7}, ALL):
-            found, peak_bytes = step(layers, x, skipped, to_none=to_none)
+            found, peak_bytes = step(layers, x, skipped)
             assert handle.state == "following"
             assert peak_bytes <= budget
         assert handle.stats().offloaded_bytes > 0
         handle.remove()
-        assert_same(step(layers, x, ALL, to_none=to_none)[0], found)
+        assert_same(step(layers, x, ALL)[0], found)
         estimated = [layer.workspace_bytes for layer in handle.plan.profile.layers]
     with offload.offload_layers(layers, memory_budget=budget, min_bytes=1, device="cpu") as handle:
         for _ in range(3):
-            step(layers, x, ALL, to_none=to_none)
+            step(layers, x, ALL)
         measured = [layer.workspace_bytes for layer in handle.plan.profile.layers]
         assert all(abs(one - other) <= x.nbytes for one, other in zip(estimated, measured, strict=True))
+
+
+def test_the_gradients_of_skipped_layers_take_no_memory_where_they_are_there_already() -> None:
+    layers, _ = build("mlp", LAYERS, torch.device("cpu"))
+    x = torch.rand(4, 64, WIDTH)
+    step(layers, x, ALL)
+    estimated, measured = [], []
+    for found, steps in ((estimated, ({1, 5}, {2}, {3, 4, 5}, ALL)), (measured, (ALL,) * 4)):
+        with offload.offload_layers(layers, memory_budget="1GiB", min_bytes=1, device="cpu") as handle:
+            for skipped in steps:
+                step(layers, x, skipped, to_none=False)
+            found += [layer.workspace_bytes for layer in handle.plan.profile.layers]
+    assert all(abs(one - other) <= x.nbytes for one, other in zip(estimated, measured, strict=True))
 
 
 def test_a_layer_unlike_all_others_is_timed_before_a_plan_is_made() -> None:
@@ -114,9 +124,13 @@ def test_a_budget_that_is_broken_once_no_layer_is_skipped_is_said() -> None:
 
 
 def test_everything_is_recomputed_if_the_plans_break_a_budget_that_the_measured_steps_have_met(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And none of that is timed any more."""
     caplog.set_level("INFO", "offload.measuring.follow_plan")
+    backend, marks, counts = get_backend("cpu"), list[None](), list[int]()
+    mark = backend.mark
+    monkeypatch.setattr(backend, "mark", lambda: (marks.append(None), mark())[1])
     layers, _ = build("mlp", LAYERS, torch.device("cpu"))
     x = torch.rand(4, 64, WIDTH)
     budget = round(0.8 * step(layers, x, ALL)[1])
@@ -125,7 +139,8 @@ def test_everything_is_recomputed_if_the_plans_break_a_budget_that_the_measured_
             step(layers, x, ALL)
         step(layers, x, ALL, outside_bytes=2 * budget)
         with pytest.warns(UserWarning, match="was broken"):
-            peaks = [step(layers, x, ALL)[1] for _ in range(4)]
+            peaks = [(step(layers, x, ALL)[1], counts.append(len(marks)))[0] for _ in range(4)]
+        assert counts == counts[:1] * 4
         assert "is met by no plan" in caplog.text
         assert handle.state == "following"
         assert handle.plan.recompute_s > 0

@@ -133,6 +133,12 @@ def test_a_larger_microbatch_and_one_without_labels() -> None:
         assert model(input_ids=few, labels=few).logits is not None
 
 
+def test_few_tokens_that_take_less_memory_than_pieces_are_computed_in_one() -> None:
+    pieces = Pieces(llama(), [])
+    assert pieces.begin(8, lambda _: False, labelled=True) == 0
+    assert not pieces.said
+
+
 class Block(nn.Module):
     """Some MLPs that are no sums over single tokens, and one that is."""
 
