@@ -25,6 +25,7 @@ import torch
 from offload.base.evenly import evenly
 from offload.base.tensors import own_storage
 from offload.device.backend import Backend, Event
+from offload.host.page_locked import check_room
 from offload.host.pool import HostBuffer, HostPool, get_host_pool
 from offload.optimizer.proof import Proof, dtype_of_step, is_large, of_shape
 
@@ -332,7 +333,10 @@ class StateStore:
         dtype = parameter.dtype if narrowed else value.dtype
         if value.dtype is dtype and value.device == device and value.untyped_storage() not in _pooled:
             return value
-        return torch.empty_like(value, dtype=dtype, device=device).copy_(value)
+        if device.type == "cpu":  # without room, the system kills the process that touches its pages
+            check_room(value.numel() * dtype.itemsize)
+            return torch.empty_like(value, dtype=dtype, device=device).copy_(value)
+        return value.to(device).to(dtype)  # the other way round, the host would change the type, in memory of its own
 
     def _allocate(self, wanted: Mapping[ParameterState, _Likes]) -> None:
         """On the device as long as there is room for all of a parameter's homes, else on the host."""

@@ -19,6 +19,7 @@ from offload.base.tensors import check_values
 from offload.base.torch_private import interpreted
 from offload.device.cuda import CaptureError
 from offload.device.select import get_backend
+from offload.host.page_locked import HostMemoryError
 from offload.optimizer.chunks import ChunkStepper, check_dense
 from offload.optimizer.early import BackwardSteps
 from offload.optimizer.forward import ForwardSteps
@@ -109,8 +110,8 @@ class StreamedOptimizer(Handle):
         State of parameters whose weights are streamed moves to ordinary memory of the host instead. State in
         ``state_dtype`` gets the dtype of its parameter, as ``load_state_dict`` of an optimizer does it. With
         ``on_device=False`` the state remains on the host, as it is: for what does not fit on the device, and for an
-        optimizer that steps no more. Where the device has too little memory, as after an error that it had none, the
-        state remains there too, and a warning says so.
+        optimizer that steps no more. Where the device or the host has too little memory, as after an error that it had
+        none, the state remains there too, and a warning says so.
         """
         stepper = self._stepper
         if stepper is None:
@@ -122,9 +123,10 @@ class StreamedOptimizer(Handle):
             if on_device:
                 try:
                     state = stepper.store.moved_back()
-                except torch.OutOfMemoryError as error:  # on the way out of a block, this would hide the block's own
+                except (torch.OutOfMemoryError, HostMemoryError) as error:
+                    # Not raised: on the way out of a block, it would hide the block's own error.
                     warn_caller(
-                        f"the optimizer's state remains in host memory, as the device has no room for it ({error}). "
+                        f"the optimizer's state remains in host memory, as there is no room to move it ({error}). "
                         "Free some, then optimizer.load_state_dict(optimizer.state_dict()) moves it."
                     )
             optimizer.state = state

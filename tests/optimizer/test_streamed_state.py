@@ -97,6 +97,22 @@ def test_state_that_the_device_has_no_room_for_remains_on_the_host(lab: Lab, mon
     assert_same(resident(lab.device, range(4)), run.values)
 
 
+def test_state_that_the_host_has_no_room_for_remains_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine whose memory is full the system would kill the process that copies."""
+    device = torch.device("cpu")  # to which the state of streamed weights moves on any machine
+    run = Training(device)
+    run.steps(range(2))
+    homes = [entry["exp_avg"].data_ptr() for entry in run.optimizer.state.values()]
+    with monkeypatch.context() as patch:
+        patch.setattr("offload.host.page_locked.available_bytes", lambda: 8)
+        with pytest.warns(UserWarning, match=r"the optimizer's state remains in host memory, .* has 8 B left"):
+            run.handle.remove()
+    assert homes == [entry["exp_avg"].data_ptr() for entry in run.optimizer.state.values()]
+    run.handle = None
+    run.steps(range(2, 4))
+    assert_same(resident(device, range(4)), run.values)
+
+
 def test_a_state_dict_that_was_kept_keeps_its_memory(lab: Lab) -> None:
     run = Training(lab.device)
     run.steps(range(2))
