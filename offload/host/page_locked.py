@@ -25,7 +25,7 @@ from offload.device.backend import Backend, PageLockError
 TOUCH_BYTES = 64 << 20  # what one thread touches at a time; smaller mappings are not worth a second thread
 TOUCH_THREADS = 8
 
-SPARE = 1 / 32  # what many mappings, some of them made at once, leave of the memory that each by itself finds
+SPARE = 1 / 32  # of what the system, or a control group, has: nobody pins that, as others and the process need some
 
 # Advice of Linux, most of which Python's mmap does not name. Source: include/uapi/asm-generic/mman-common.h
 _MADV_HUGEPAGE = 14
@@ -59,13 +59,13 @@ class _Mapping(mmap.mmap):
             backend.page_unlock(self.address)
 
 
-def check_room(nbytes: int, *, spare: float = SPARE) -> None:
-    """Raise :class:`HostMemoryError` if the system, which shall keep a part of it, has not that much memory left."""
+def check_room(nbytes: int) -> None:
+    """Raise :class:`HostMemoryError` if the system, which keeps a part of it, has not that much memory left."""
     available = available_bytes()
-    if available is not None and nbytes > available * (1 - spare):
+    if available is not None and nbytes > available:
         raise HostMemoryError(
-            f"{format_bytes(nbytes)} of host memory are missing, but the system has {format_bytes(available)} left; "
-            "free host memory, or offload fewer layers."
+            f"{format_bytes(nbytes)} of host memory are missing, but the system has {format_bytes(available)} left, "
+            f"beside a part of {SPARE:.0%} that remains free; free host memory, or offload fewer layers."
         )
 
 
@@ -98,7 +98,7 @@ def forget_on_fork(memory: torch.Tensor) -> torch.Tensor:
 
 def _touched(nbytes: int) -> _Mapping:
     """A new mapping whose pages the system has provided, several parts at once."""
-    check_room(nbytes, spare=0.0)
+    check_room(nbytes)
     try:
         mapping = _Mapping(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -131,12 +131,14 @@ def own_cores() -> set[int]:
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Bytes that this process can still touch without being killed; ``None`` where the system does not say."""
+    """Bytes that this process can still pin without being killed; ``None`` where the system does not say."""
     try:
-        machine = _fields(root / "proc/meminfo")["MemAvailable:"] * 1024
+        memory = _fields(root / "proc/meminfo")
+        total, available = (1024 * memory[name] for name in ("MemTotal:", "MemAvailable:"))
     except (OSError, KeyError, ValueError):
         return None
-    return max(0, min([machine, *(most - used for most, used in memory_groups(root))]))
+    limits = [(total, total - available), *memory_groups(root)]
+    return max(0, min(most - used - int(SPARE * most) for most, used in limits))
 
 
 def memory_groups(root: Path = Path("/")) -> Iterator[tuple[int, int]]:

@@ -28,7 +28,7 @@ from offload.base.tensors import aligned
 from offload.device.backend import Backend, Event
 from offload.device.cuda import CaptureError, current_capture
 from offload.device.select import get_backend
-from offload.host.page_locked import SPARE, HostMemoryError, available_bytes, check_room, forget_on_fork, page_locked
+from offload.host.page_locked import HostMemoryError, available_bytes, check_room, forget_on_fork, page_locked
 
 
 class Range:
@@ -127,7 +127,7 @@ class HostPool:
         available = available_bytes()
         limits = [] if max_bytes is None else [max_bytes]
         if available is not None:
-            limits.append(self.pinned_bytes + int((1 - SPARE) * available))
+            limits.append(self.pinned_bytes + available)
         return max(0, min(limits) - self.used_bytes) if limits else None
 
     def take(self, nbytes: int, max_bytes: int | None = None) -> HostBuffer:

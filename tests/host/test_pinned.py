@@ -199,8 +199,8 @@ def write(path: Path, text: object) -> None:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A machine with 100 GiB left."""
-    write(tmp_path / "proc/meminfo", f"MemTotal: 1000000 kB\nMemAvailable:  {100 << 20} kB\nHugePages_Total: 0")
+    """A machine of 128 GiB with 100 GiB left, of which it keeps 4."""
+    write(tmp_path / "proc/meminfo", f"MemTotal: {128 << 20} kB\nMemAvailable:  {100 << 20} kB\nHugePages_Total: 0")
     return tmp_path
 
 
@@ -212,18 +212,18 @@ def group_v2(root: Path, name: str, limit: object, used: int, cache: int = 0) ->
 
 
 NESTED = [("user/job/task", "max", 10, 0), ("user/job", 64, 60, 0), ("user", 128, 60, 0)]
-GROUPS: dict[str, tuple[str, list[tuple[str, Any, int, int]], int]] = {
-    "a group's limit, without its file cache": ("0::/job", [("job", 64, 50, 20)], 34),
-    "the tightest of nested groups": ("0::/user/job/task", NESTED, 4),
-    "a container's own group, at the top": ("0::/", [("", 8, 7, 0)], 1),
+GROUPS: dict[str, tuple[str, list[tuple[str, Any, int, int]], float]] = {
+    "a group's limit, without its file cache": ("0::/job", [("job", 64, 50, 20)], 32),
+    "the tightest of nested groups": ("0::/user/job/task", NESTED, 2),
+    "a container's own group, at the top": ("0::/", [("", 8, 7, 0)], 0.75),
     "a group over its limit": ("0::/", [("", 8, 9, 0)], 0),
 }
-"""Which group a process is in; each group's limit, memory and cache; and what is left, in GiB."""
+"""Which group a process is in; each group's limit, memory and cache; what is left beside 1/32 of the limit; in GiB."""
 
 
 @pytest.mark.parametrize(("own", "groups", "left"), GROUPS.values(), ids=list(GROUPS))
-def test_control_groups(own: str, groups: list[tuple[str, Any, int, int]], left: int, root: Path) -> None:
-    assert available_bytes(root) == 100 * GIB
+def test_control_groups(own: str, groups: list[tuple[str, Any, int, int]], left: float, root: Path) -> None:
+    assert available_bytes(root) == 96 * GIB
     write(root / "proc/self/cgroup", own)
     for name, limit, used, cache in groups:
         group_v2(root, name, limit if limit == "max" else limit * GIB, used * GIB, cache * GIB)
@@ -236,7 +236,7 @@ def test_the_first_version_of_control_groups(root: Path) -> None:
     write(directory / "memory.limit_in_bytes", 16 * GIB)
     write(directory / "memory.usage_in_bytes", 10 * GIB)
     write(directory / "memory.stat", f"cache 1\ntotal_active_file {GIB}\ntotal_inactive_file {GIB}")
-    assert available_bytes(root) == 8 * GIB
+    assert available_bytes(root) == 7.5 * GIB
 
 
 @pytest.mark.parametrize("meminfo", [None, "MemTotal: 5 kB", "MemAvailable: lots"])

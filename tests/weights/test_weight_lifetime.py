@@ -485,12 +485,12 @@ def test_too_little_host_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch)
     expected = gradients(layers, x)
     addresses = [parameter.data_ptr() for parameter in layers.parameters()]
     one_layer = sum(aligned(parameter.nbytes) for parameter in layers[0].parameters())
-    monkeypatch.setattr(pinned, "available_bytes", lambda: one_layer)
+    monkeypatch.setattr(pinned, "available_bytes", lambda: one_layer - 1)
     with pytest.raises(HostMemoryError, match=r"of host memory are missing, but the system has .* left"):
         stream_weights(layers, "cpu")
     assert addresses == [parameter.data_ptr() for parameter in layers.parameters()]
     # The parameters make room for themselves, as long as the first ones fit.
-    monkeypatch.setattr(pinned, "available_bytes", lambda: int(one_layer * 1.1))
+    monkeypatch.setattr(pinned, "available_bytes", lambda: one_layer)
     with stream_weights(layers, "cpu") as handle:
         monkeypatch.undo()
         assert_as_before(handle, layers, x, expected)
