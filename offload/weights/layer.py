@@ -113,8 +113,8 @@ class WeightLayer:
         """A number that grows when an in-place operation changes a parameter."""
         return sum([host.parameter._version for host in self.parameters])  # several times per layer and step
 
-    def check(self, *, averaged: bool) -> None:
-        """Raise if the modules no longer hold the parameters that are streamed, or something else reduces gradients."""
+    def check_reducers(self, *, averaged: bool) -> None:
+        """Raise if something else reduces gradients."""
         # If gradients are ``averaged`` over ranks here, ``DistributedDataParallel`` may wrap the rest of the model.
         wrapper = running_ddp()
         reduced = () if wrapper is None else set(ddp_parameters(wrapper))
@@ -124,14 +124,17 @@ class WeightLayer:
                 "arrived; write streamed = stream_weights(layers, device, process_group=torch.distributed.group.WORLD) "
                 "and then DistributedDataParallel(streamed.prepare_ddp(model)), in this order."
             )
+
+    def check_held(self) -> None:
+        """Raise if the modules no longer hold the parameters that are streamed."""
         for stand_in in self.stand_ins:
             host = stand_in.of
             held = all(container[key] is host.parameter for container, key in stand_in.places)
             if not held or host.parameter.data_ptr() != host.address:
                 raise RuntimeError(
                     f"{host.name} must keep the host memory that stream_weights gave it, but it was replaced (by "
-                    "load_state_dict(assign=True), fully_shard or .to() of a part of the layer for example); call "
-                    "remove(), change the model, then stream the layers again."
+                    "load_state_dict(assign=True), functional_call, fully_shard or .to() of a part of the layer for "
+                    "example); call remove(), change the model, then stream the layers again."
                 )
 
     def renew(self, stream: object) -> None:

@@ -23,12 +23,13 @@ from torch.distributed import ProcessGroup
 
 from offload.base import trace
 from offload.base.layer_events import EndOfBackward, LayerCall, LayerListener, Turn
-from offload.base.tensors import tensors_in
+from offload.base.tensors import plain_memory, tensors_in
 from offload.base.torch_private import (
     address_of,
     before_backward,
     before_its_error,
     in_backward,
+    is_transformed,
     when_backward_ends,
 )
 from offload.device.backend import Backend
@@ -61,7 +62,8 @@ class StreamedLayer(LayerListener):
             return
         stream.enter_thread(threading.current_thread(), f"forward of {layer}")
         stream.drop_unfinished()
-        layer.check(averaged=stream.grouped)
+        layer.check_reducers(averaged=stream.grouped)
+        layer.check_held()
         if stream.reducer is not None and (call.training or torch.is_grad_enabled()):
             stream.reducer.see_forward()
         layer.renew(stream.backend.compute_stream_id())
@@ -97,13 +99,19 @@ class StreamedLayer(LayerListener):
         stream, layer = self._stream, self._layer
         tensors = list(tensors_in(output))
         for tensor in tensors:
-            if tensor.layout is torch.strided and address_of(tensor.untyped_storage()) in stream.slots.storages:
+            memory = plain_memory(tensor)
+            if memory is not None and address_of(memory) in stream.slots.storages:
                 raise RuntimeError(
                     f"{layer} must not return a parameter or a view of one, whose memory the next layer takes over; "
                     "return a clone."
                 )
         if not torch.is_grad_enabled():
             return
+        if is_transformed():
+            raise RuntimeError(
+                f"{layer} must not run in torch.vmap or torch.func while its weights are streamed and gradients are "
+                "needed, as its backward cannot be noticed; run it under torch.no_grad(), or call remove() first."
+            )
         if not tensors:
             raise TypeError(
                 f"{layer} must return tensors, alone or in tuples, lists, mappings or dataclasses, got "
@@ -233,6 +241,8 @@ class WeightStream:
     ) -> None:
         """Backward is about to run a layer's nodes, or its forward once more."""
         self.steps.check_layer(layer)
+        if self.computes is not layer:
+            layer.check_held()
         if self.device.type == "cpu":
             thread = threading.current_thread()
         if thread is not None:  # autograd has one thread for all backwards of a GPU: go by the one that ran forward

@@ -17,7 +17,7 @@ from faults import in_threads, slowly
 from lab import Lab
 from models import WIDTH, GptBlock, assert_same, build, loss_of
 from saving import saved_and_loaded
-from streaming import backward, forward, gradients
+from streaming import Linear, backward, forward, gradients
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -366,11 +366,26 @@ def test_refused_options(options: dict[str, Any], error: type[Exception], messag
     ],
 )
 def test_parameters_that_were_replaced(change: Callable[[nn.ModuleList], object], device: torch.device) -> None:
+    """Also between a forward and its backward, after which the layer would hold the earlier ones again."""
     layers, x = build("gpt", 2, device)
     with stream_weights(layers, device):
+        y = forward(layers, x)
         change(layers)
-        with pytest.raises(RuntimeError, match=r"layer 0's norm1.weight must keep .*, but it was replaced"):
-            layers[0](x)
+        for use in (lambda: layers[0](x), lambda: y.sum().backward()):
+            with pytest.raises(RuntimeError, match=r"layer \d's norm1.weight must keep .*, but it was replaced"):
+                use()
+
+
+def test_vmap(device: torch.device) -> None:
+    layers, x = build(Linear, 2, device)
+    mapped = torch.vmap(lambda x: forward(layers, x))
+    with torch.no_grad():
+        expected = mapped(x)
+    with stream_weights(layers, device):
+        with torch.no_grad():
+            assert torch.equal(expected, mapped(x))
+        with pytest.raises(RuntimeError, match=r"layer 0 .* must not run in torch\.vmap or torch\.func"):
+            mapped(x)
 
 
 class Returning(nn.Module):
