@@ -12,6 +12,7 @@ memory, and where code is compiled, ``step()`` itself lets compute wait, and a r
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -90,6 +91,7 @@ class ForwardSteps:
         self._stream = stepper.backend.new_stream("optimizer")
         self._compute: object = None  # the stream that called step()
         self._unread: dict[Any, _Step] = {}  # of each parameter and each gradient
+        self._changing = threading.RLock()  # a thread that logs weights reads one while the program leaves it
         self._reads: list[torch.Tensor] = []  # parameters, in the order in which they were read
         self._hooks: dict[torch.Tensor, RemovableHandle] = {}
         this = weakref.ref(self)  # the parameters may outlive the optimizer, and must not keep it
@@ -109,27 +111,31 @@ class ForwardSteps:
 
     def join(self, tensors: Iterable[Any] | None = None) -> None:
         """Let compute wait for the steps of these parameters or gradients, or of all."""
-        backend = self._stepper.backend
         for one in list(self._unread) if tensors is None else tensors:
-            if (step := self._unread.get(one)) is None:
-                continue
-            if backend.capturing:
-                raise CaptureError(
-                    "the steps of all parameters must be over before a CUDA graph is captured, but with "
-                    "overlap_forward=True they may still run; call synchronize() of the handle first."
-                )
-            try:
-                if backend.compute_stream_id() == self._compute:
-                    backend.wait(backend.compute_stream(), step.event, StepWait.NEXT_FORWARD)
-                else:  # a third stream that waits for this one must not miss the step
-                    backend.wait_on_host(step.event, StepWait.NEXT_FORWARD)
-            except Exception:
-                for other in list(self._unread.values()):  # the program is told once, and may load a checkpoint
-                    self._restore(other)
-                raise
-            self._restore(step)
-            if tensors is not None:
-                self._reads.append(step.parameter)
+            with self._changing:
+                if (step := self._unread.get(one)) is None:
+                    continue
+                self._await(step)
+                if tensors is not None:
+                    self._reads.append(step.parameter)
+
+    def _await(self, step: _Step) -> None:
+        backend = self._stepper.backend
+        if backend.capturing:
+            raise CaptureError(
+                "the steps of all parameters must be over before a CUDA graph is captured, but with "
+                "overlap_forward=True they may still run; call synchronize() of the handle first."
+            )
+        try:
+            if backend.compute_stream_id() == self._compute:
+                backend.wait(backend.compute_stream(), step.event, StepWait.NEXT_FORWARD)
+            else:  # a third stream that waits for this one must not miss the step
+                backend.wait_on_host(step.event, StepWait.NEXT_FORWARD)
+        except Exception:
+            for other in list(self._unread.values()):  # the program is told once, and may load a checkpoint
+                self._restore(other)
+            raise
+        self._restore(step)
 
     def _restore(self, step: _Step) -> None:
         """Let parameter and gradient be what they were. An interrupt leaves what is not done yet to the next call."""
@@ -178,11 +184,12 @@ class ForwardSteps:
         if event is None or type(gradient) is not torch.Tensor:
             return False
         step = _Step(parameter, gradient, (parameter.data, gradient.data), event)
-        self._unread[parameter] = self._unread[gradient] = step
-        step.parameter.__class__, step.gradient.__class__ = UnreadParameter, UnreadGradient
-        for one, data in zip((parameter, gradient), step.data, strict=True):
-            with without_torch_function():
-                one.data = _nothing(data.dtype, data.device).expand(data.shape)
+        with self._changing:
+            self._unread[parameter] = self._unread[gradient] = step
+            step.parameter.__class__, step.gradient.__class__ = UnreadParameter, UnreadGradient
+            for one, data in zip((parameter, gradient), step.data, strict=True):
+                with without_torch_function():
+                    one.data = _nothing(data.dtype, data.device).expand(data.shape)
         return True
 
     def _sees_all(self) -> bool:

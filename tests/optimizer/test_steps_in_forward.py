@@ -2,6 +2,9 @@
 
 import copy
 import gc
+import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -9,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from faults import FAULTS
+from faults import FAULTS, slowly
 from lab import Lab, LateOptimizer
 from models import assert_same
 from torch import nn
@@ -18,6 +21,7 @@ from training import WIDTH, Training, adamw, batch, loss_of, resident, stream, v
 from offload.base.torch_private import refuse_access
 from offload.device.cuda import CaptureError
 from offload.optimizer.chunks import StepWait
+from offload.optimizer.forward import ForwardSteps
 
 LATE_S = 0.05
 
@@ -109,6 +113,28 @@ def test_a_reader_waits(reader: str, lab: Lab) -> None:
     assert late.handle.stats().forward_parameters == 1
     assert type(late.weight) is nn.Parameter
     assert isinstance(late.weight.grad, torch.Tensor | None)
+
+
+@pytest.mark.timeout(60)
+def test_another_thread_reads_what_the_program_is_about_to_leave(lab: Lab) -> None:
+    """One that logs weights: the parameter has its numbers afterwards."""
+    late = Late(lab)
+    found = list[bool]()
+
+    def log() -> None:
+        while type(late.weight) is nn.Parameter:
+            time.sleep(0.001)
+        found.append(bool((late.weight == 7.0).all()))
+
+    logs = threading.Thread(target=log, daemon=True)
+    logs.start()
+    before = sys.gettrace()
+    sys.settrace(slowly(ForwardSteps._leave))
+    late.step()
+    sys.settrace(before)
+    logs.join()
+    assert found == [True]
+    assert late.read(READERS["an operation"])
 
 
 def read_late(lab: Lab) -> bool:
