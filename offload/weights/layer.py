@@ -129,12 +129,15 @@ class WeightLayer:
         """Raise if the modules no longer hold the parameters that are streamed."""
         for stand_in in self.stand_ins:
             host = stand_in.of
-            held = all(container[key] is host.parameter for container, key in stand_in.places)
+            try:
+                held = all(container[key] is host.parameter for container, key in stand_in.places)
+            except LookupError:
+                held = False
             if not held or host.parameter.data_ptr() != host.address:
                 raise RuntimeError(
                     f"{host.name} must keep the host memory that stream_weights gave it, but it was replaced (by "
-                    "load_state_dict(assign=True), functional_call, fully_shard or .to() of a part of the layer for "
-                    "example); call remove(), change the model, then stream the layers again."
+                    "load_state_dict(assign=True), functional_call, pruning, fully_shard or .to() of a part of the "
+                    "layer for example); call remove(), change the model, then stream the layers again."
                 )
 
     def renew(self, stream: object) -> None:

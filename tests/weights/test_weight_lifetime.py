@@ -21,6 +21,7 @@ from streaming import Linear, backward, forward, gradients
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import prune
 
 from offload import HostMemoryError, StreamedWeights, record_timeline, stream_weights
 from offload.base.tensors import aligned
@@ -363,6 +364,7 @@ def test_refused_options(options: dict[str, Any], error: type[Exception], messag
     [
         lambda layers: layers[0].norm1.double(),
         lambda layers: layers.load_state_dict(copy.deepcopy(layers.state_dict()), assign=True),
+        lambda layers: prune.identity(layers[0].norm1, "weight"),
     ],
 )
 def test_parameters_that_were_replaced(change: Callable[[nn.ModuleList], object], device: torch.device) -> None:
