@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.base.checks import format_bytes, format_s, parse_bytes
-from offload.observe.timeline import Span, Timeline
+from offload.observe.timeline import Span, Timeline, merged
 
 
 @pytest.fixture
@@ -29,6 +29,8 @@ class TestFigures:
         assert timeline.duration_s == 10.0
         assert timeline.stall_s == 2.0
         assert timeline.busy_s("compute") == 8.0
+        late = Timeline((*timeline.spans, Span("compute", "late", 10.0, 11.0)))
+        assert (late.busy_s("compute"), late.late_s) == (8.0, 1.0)
         assert timeline.busy_s("d2h") == 4.0
         assert timeline.copied_bytes("d2h") == 400
         assert timeline.copied_bytes("compute") == 0
@@ -41,6 +43,11 @@ class TestFigures:
         assert [span.label for span in timeline.lane("compute")] == ["F0", "wait for offload 0", "B0"]
         spans = (Span("d2h", "offload", 0.0, 2.0), Span("d2h", "offload", 1.0, 3.0), Span("d2h", "offload", 1.0, 2.0))
         assert Timeline(spans).busy_s("d2h") == 3.0
+        inside = (Span("d2h", "offload", 0.0, 4.0), Span("d2h", "offload", 1.0, 2.0))
+        assert Timeline(inside).duration_s == 4.0
+        assert Timeline((*inside, Span("d2h", "offload", 3.0, 5.0))).busy_s("d2h") == 5.0
+        (one,) = merged((*inside, Span("d2h", "offload", 3.0, 4.0)), lambda _: 0.0)
+        assert one.end_s == 4.0
         recorded = Timeline((Span("compute", "forward", 100.0, 101.0), Span("compute", "backward", 102.0, 104.0)))
         assert (recorded.start_s, recorded.duration_s) == (100.0, 4.0)
 

@@ -97,6 +97,23 @@ def test_a_parameter_that_gets_no_gradient_is_not_stepped(lab: Lab) -> None:
     assert_same_training(train)
 
 
+def test_a_parameter_that_was_taken_out_of_the_optimizer_is_not_stepped(lab: Lab) -> None:
+    def train(streamed: bool) -> list[torch.Tensor]:
+        model = build(lab.device)
+        optimizer = adamw(model.parameters())
+        if streamed:
+            stream(optimizer, in_backward=True, consume_gradients=True)
+        for number in range(3):
+            if number == 1:
+                optimizer.state.pop(optimizer.param_groups[0]["params"].pop())
+            loss_of(model, number).backward()
+            optimizer.step()
+            model.zero_grad()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    assert_same(*map(train, (False, True)))
+
+
 def test_consumed_gradients_are_gone(lab: Lab) -> None:
     run = Training(lab.device, in_backward=True, consume_gradients=True)
     for number in range(3):
@@ -104,6 +121,48 @@ def test_consumed_gradients_are_gone(lab: Lab) -> None:
         assert {type(one.grad) for one in run.model.parameters()} == {FreedGradient}
         run.optimizer.step()
         assert all(parameter.grad is None for parameter in run.model.parameters())
+
+
+@pytest.mark.parametrize("how", ["load", "remove"])
+def test_consumed_gradients_leave_nothing_where_no_step_follows(how: str, lab: Lab) -> None:
+    run = Training(lab.device, in_backward=True, consume_gradients=True)
+    run.steps(range(2))
+    saved = run.checkpoint
+    run.backward(2)
+    if how == "load":
+        run.model.load_state_dict(saved[0])
+        run.optimizer.load_state_dict(saved[1])
+    else:
+        run.handle.remove()
+    assert all(parameter.grad is None for parameter in run.model.parameters())
+    if how == "load":
+        run.steps(range(2, 4))
+        assert_same(resident(lab.device, range(4)), run.values)
+
+
+def test_a_scaler_that_is_disabled_scales_nothing(lab: Lab) -> None:
+    run, scaler = Training(lab.device, in_backward=True), torch.amp.GradScaler(lab.device.type, enabled=False)
+    for number in range(3):
+        scaler.scale(loss_of(run.model, number)).backward()
+        scaler.step(run.optimizer)
+        run.optimizer.zero_grad()
+    assert_same(resident(lab.device, range(3)), run.values)
+
+
+def test_a_gradient_that_the_program_gives_in_place_of_a_consumed_one_is_refused(lab: Lab) -> None:
+    run = Training(lab.device, in_backward=True, consume_gradients=True, chunk_bytes="1KiB")
+    run.steps(range(2))
+    first, *others = run.model
+    weight = next(others[-1].parameters())
+
+    def replace(_: torch.Tensor) -> None:
+        weight.grad = torch.ones_like(weight)
+
+    y = first(batch(2, run.model))
+    y.register_hook(replace)
+    nn.Sequential(*others)(y).square().mean().backward()
+    with pytest.raises(RuntimeError, match="has been changed since"):
+        run.optimizer.step()
 
 
 def test_a_second_gradient_is_refused(lab: Lab) -> None:

@@ -254,10 +254,18 @@ def pipeline(kind=ScheduleGPipe, microbatches=4):
     return kind(stage, microbatches, loss_fn=pipeline_worker.loss_of), stage
 
 
+def test_a_budget_is_met_where_nobody_knows_the_seconds():
+    order = [*(f"0F{number}" for number in range(4)), *(f"0B{number}" for number in range(4))]
+    plan = plan_pipeline(order, {0: StageProfile(saved_bytes=100)}, Link(1e9, 1e9, 2e9), memory_budget=200)
+    assert (plan.peak_bytes_without, plan.peak_bytes) == (400, 200)
+
+
 def test_what_waits_for_the_weights_is_freed_with_them():
     order = [f"0{kind}{microbatch}" for microbatch in range(2) for kind in "FIW"]
     plan = plan_pipeline(order, {0: StageProfile(saved_bytes=10, weight_bytes=100)}, Link(1e9, 1e9, 2e9))
     assert plan.peak_bytes_without == 110
+    late = plan_pipeline(["0F0", "0I0", "0F1", "0I1", "0W0", "0W1"], plan.profile, plan.link)
+    assert late.peak_bytes_without == 220
 
 
 @pytest.mark.usefixtures("_group")

@@ -11,6 +11,7 @@ import pytest
 import offload
 from offload.base.evenly import evenly
 from offload.planning.plan import TooLittleMemoryError
+from offload.planning.profile import HostSeconds
 from offload.planning.recipes import (
     RECIPES,
     WORTH,
@@ -74,6 +75,25 @@ def test_what_fits() -> None:
     assert fits(_without(80, 50)) == []
 
 
+def test_what_a_resident_step_allocates_has_to_fit() -> None:
+    training, link = replace(LLAMA, step=20 * GIB), offload.Link(60e9, 60e9, 100e9)
+    profile = offload.Profile((offload.LayerProfile(0.05, 0.1, GIB // 32),) * 32)
+
+    def plan(device: int, host: int | None, left: offload.Link) -> offload.Plan:
+        return offload.plan(profile, device, left, max_host_bytes=host)
+
+    for budget_gib, reason in ((40, "needs 90"), (100, "optimizer.step() needs 110"), (120, "")):
+        first = without_activations(training, budget_gib * GIB, None)
+        predicted, recipes = Prediction(training, link, RESIDENT), (RESIDENT, STREAMED)
+        made = plan_recipes(predicted, budget_gib * GIB, None, plan, 15 * GIB, recipes)
+        for every in (first.recipes, made.recipes):
+            found = {one.recipe: one for one in every}
+            assert found[RESIDENT].reason.startswith(reason)
+            assert bool(found[RESIDENT].reason) == bool(reason)
+            assert not found[STREAMED].reason
+        assert math.isinf(found[RESIDENT].step_s) == bool(reason)
+
+
 def test_seconds_of_the_link() -> None:
     """In forward, in backward and in the step, both directions at once at half of both directions' speed."""
     link = offload.Link(60e9, 60e9, 100e9)
@@ -83,6 +103,14 @@ def test_seconds_of_the_link() -> None:
     assert LLAMA.link_s(ALL_CONSUMED, link) == pytest.approx((layers_s, 73 * both_s, 0))
     assert LLAMA.link_s(ALL_STREAMED, link) == pytest.approx((layers_s, 13 * both_s, 86 * both_s))
     assert LLAMA.link_s(ON_HOST, link)[:2] == pytest.approx((layers_s, 13 * both_s))
+
+
+def test_a_step_of_a_recipe_takes_no_less_than_the_host_needs_to_queue_it() -> None:
+    layer = offload.LayerProfile(0.05, 0.1, GIB, host=HostSeconds(1.0))
+    link = offload.Link(50e9, 50e9, 100e9)
+    made = offload.plan(offload.Profile((layer,) * 32), 40 * GIB, link)
+    assert made.step_s >= 32
+    assert Prediction(LLAMA, link, RESIDENT).step_s(made, RESIDENT, 0) == made.step_s
 
 
 @pytest.mark.slow

@@ -67,6 +67,19 @@ def train(
     return found, recipes
 
 
+def test_one_has_a_number_alone(lab: Lab) -> None:
+    """As CLIP's scale of logits: what a step allocates is measured with larger parameters."""
+    model = Model().to(lab.device)
+    model.scale = nn.Parameter(torch.ones((), device=lab.device))
+    optimizers = [torch.optim.AdamW(model.layers.parameters()), torch.optim.AdamW([model.scale])]
+    with offload.prepare(model, optimizers, 1 << 30, device=lab.device, min_bytes=0) as prepared:
+        (model(torch.ones(4, WIDTH, device=lab.device)) * model.scale).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert prepared.recipe == RESIDENT
+    assert model.scale != 1
+
+
 @pytest.mark.parametrize("order", [(0, 1), pytest.param((1, 0), marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("before", "after"),
