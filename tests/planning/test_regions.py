@@ -498,6 +498,28 @@ def test_workspace_is_what_each_pass_needs():
         assert make_plan(found, "1GiB", PCIE).peak_bytes == 300 + 70
 
 
+WIDE = LayerProfile.from_regions(
+    [
+        region("input", 64, 0, recomputable=False),
+        region("wide", 2000, 0.1, 0, saved=False),
+        region("narrow", 64, 0.1, 1),
+    ],
+    0.001,
+    0.002,
+)
+"""Its second run needs more for a moment than the layer saves."""
+
+
+@pytest.mark.parametrize("num_layers", [0, 18])
+@pytest.mark.parametrize("layer", [DECODER, WIDE])
+def test_workspace_of_layers_that_run_again_gives_the_peaks_that_were_measured(layer, num_layers):
+    profile, policies = Profile((layer,) * 20), (LayerPolicy(frozenset({0}), frozenset({0})),) * 20
+    plain = peaks_of(costs_of(profile, PCIE, range(num_layers), policies), num_layers)
+    measured = Peaks([one + MIB for one in plain.forward], plain.between, [one + 400 * MIB for one in plain.backward])
+    found = with_workspace(profile, measured, num_layers, policies)
+    assert peaks_of(costs_of(found, PCIE, range(num_layers), policies), num_layers).backward == measured.backward
+
+
 class TestText:
     @given(profiles())
     def test_profile_comes_back(self, profile):
