@@ -226,7 +226,7 @@ class PreparedTraining(Handle, MemoryLeft):
         if self._plan.max_host_bytes is not None and self._prediction and activations and activations.profile:
             freely = self._recipes_within(None, self._prediction, activations, activations.profile)
             host = min((one.host_bytes for one in freely.recipes if not one.reason), default=None)
-        more = "" if host is None else f", or with {format_bytes(host)} of host memory"
+        more = "" if host is None else f", or with {format_bytes(host + self._training.gap_bytes)} of host memory"
         return f" No recipe needs less than {self.recipe}: {share:.0%} of the tokens in a microbatch would fit{more}."
 
     def __repr__(self) -> str:
@@ -396,14 +396,15 @@ class PreparedTraining(Handle, MemoryLeft):
             chosen = self._least(activations)
         self._link_left = None if chosen.plan is None else chosen.plan.link
         _logger.info("memory_budget = %s: %s\n%s", format_bytes(self._plan.memory_budget), chosen.recipe, self._plan)
-        moves_weights = chosen.recipe.weights != self.recipe.weights
+        before = self.recipe
         if (chosen.recipe, chosen.resident_bytes) != (self.recipe, self.resident_bytes):
             self._change_to(chosen)
         elif self.link(link) == link and not again and self._plan.fits:
             return
-        if not moves_weights:
+        if chosen.recipe[:2] == before[:2]:
             activations.plan_again()
-        else:  # the layers are measured again
+        else:  # the layers are measured again, as their gradients are elsewhere; or new ones, as weights have moved
+            activations.time_again()
             self._prediction = replace(self._prediction, measured=chosen.recipe, resident_bytes=chosen.resident_bytes)
 
     def _least(self, activations: FollowPlan) -> RecipePlan:

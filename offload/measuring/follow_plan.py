@@ -173,7 +173,7 @@ class FollowPlan(HookedLayers):
     def _time(self) -> None:
         """Time the layers in the microbatch that begins, with everything recomputed."""
         if not self.measures:
-            _logger.info("inputs of %s are larger than what is known: measured, too", self._inputs.sides)
+            _logger.info("inputs of %s are measured, too: what is known does not tell of them", self._inputs.sides)
             self.plan, self._plans, self._proves = None, {}, True
             for one in self._policies:
                 one.measure_again()
@@ -391,6 +391,10 @@ class FollowPlan(HookedLayers):
             self._ask_what_is_left()
             self._peak_bytes += self._budget
             self._plan_for(self._planned)
+
+    def time_again(self) -> None:
+        """Time the layers again in the next microbatch: what they need in backward has changed."""
+        self._costs.forget_times()
 
     def _plan_for(self, size: Size) -> None:
         self._planned, self._said, self._counted_gradients = size, False, self._planned_gradients

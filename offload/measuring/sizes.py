@@ -104,6 +104,10 @@ class CostsBySize:
         self._more_bytes = 0.0
         self.cover(inputs)
 
+    def forget_times(self) -> None:
+        """Let all that was timed be timed again."""
+        self._timed, self._covered = [], []
+
     def need_more(self, nbytes: int) -> None:
         """A microbatch needed so many more bytes outside of the layers than inputs of the largest size were said to."""
         self._more_bytes += nbytes / self.largest[()]

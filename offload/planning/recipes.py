@@ -153,9 +153,13 @@ class TrainingBytes:
         """The state that must be resident because the host cannot hold it; 0 where that would not be enough."""
         if recipe.optimizer != "streamed" or max_host_bytes is None:
             return 0
-        over = self.host_bytes(recipe) - max_host_bytes
-        gaps = GAP_BYTES * len(self.parameter_state)
-        return 0 if over <= 0 else next((one for one in self._sums() if one >= over + gaps), 0)
+        over = self.host_bytes(recipe) + self.gap_bytes - max_host_bytes
+        return 0 if over <= 0 else next((one for one in self._sums() if one >= over), 0)
+
+    @property
+    def gap_bytes(self) -> int:
+        """The most host memory between state tensors."""
+        return GAP_BYTES * len(self.parameter_state)
 
     def _sums(self) -> Iterable[int]:
         return accumulate((self.parameter_state[one] for one in evenly(len(self.parameter_state))), initial=0)
@@ -384,54 +388,64 @@ def plan_recipes(
     Resident state and activations share what a recipe leaves. All amounts that a smaller budget tries are tried, too.
     """
     training, link, measured = prediction.training, prediction.link, prediction.measured
-    others, ways = missing_bytes - training.gradient_bytes(measured), ("resident", "consumed", "host")
-    # Less where gradients were measured in the layers. Resident ones are there as a whole when backward ends.
-    beside = {one: others if one == measured.gradients != "resident" else max(0, others) for one in ways}
     made = cache(plan)  # recipes ask for the same plans
+
+    def beside(recipe: Recipe) -> int:
+        """What is needed beside layers and gradients; less where the layers were measured with these."""
+        others = missing_bytes - training.gradient_bytes(measured)
+        if measured.gradients in (recipe.gradients, "resident"):  # all of them are no fewer than any recipe's
+            return min(max(0, others), missing_bytes - training.gradient_bytes(recipe))
+        return max(0, others)
+
+    def added(recipe: Recipe, nbytes: int) -> int:
+        """What activations that need so much add to a recipe whose gradients are whole when backward ends."""
+        return max(0, beside(recipe) + nbytes)
 
     def best(least: RecipePlan) -> RecipePlan:
         """The shortest step of a recipe that needs as much ``least``."""
         if max_host_bytes is not None and least.host_bytes > max_host_bytes:
             return least
-        most, found = max(1, memory_budget - least.device_bytes - beside[least.recipe.gradients]), list[RecipePlan]()
+        most, found = max(1, memory_budget - least.device_bytes - beside(least.recipe)), list[RecipePlan]()
         try:
-            found += within(least, most, most)
+            found += within(least, most)
             plans = (one.plan for one in found if one.plan)
             # Where everything is kept, it is in any amount that holds it.
             used = max(most if one.host_bytes or one.recompute_s else one.peak_bytes for one in plans)
             # The same amounts of memory below any budget, the largest first.
             powers = range(math.ceil(FINER * math.log2(max(1, used))) - 1, 0, -1)
             for power in powers if any(training.link_s(least.recipe, link)) else ():
-                found += within(least, most, int(2 ** (power / FINER)))
+                found += within(least, int(2 ** (power / FINER)))
         except TooLittleMemoryError as error:  # nor in less
             if not found:
                 reason = f"activations need {format_bytes(error.least_bytes)}, {format_bytes(most)} are left"
                 reason = least.reason or reason
-                needed = least.device_bytes + beside[least.recipe.gradients] + error.least_bytes
+                needed = least.device_bytes + added(least.recipe, error.least_bytes)
                 return replace(least, step_s=math.inf, device_bytes=needed, reason=reason)
         shortest = min(found, key=attrgetter("step_s"))
         return replace(shortest, step_s=math.inf, reason=least.reason) if least.reason else shortest
 
-    def within(least: RecipePlan, most: int, left: int) -> list[RecipePlan]:
-        """With so much for activations of the ``most`` that they can have. The state has what they do not need."""
+    def within(least: RecipePlan, left: int) -> list[RecipePlan]:
+        """With so much ``left`` for activations. The state has what they do not need."""
         recipe, resident = least.recipe, least.resident_bytes
         if recipe.optimizer == "streamed":
-            resident = training.most_resident(resident + most - left)
+            resident += max(0, memory_budget - least.device_bytes - added(recipe, left))
+            resident = training.most_resident(resident)
         one = _beside_activations(training, recipe, resident)
-        host_left = None if max_host_bytes is None else max_host_bytes - one.host_bytes
+        gap_bytes = training.gap_bytes if one.state_bytes[1] else 0
+        host_left = None if max_host_bytes is None else max(0, max_host_bytes - one.host_bytes - gap_bytes)
         plans = [made(left, host_left, link)]
         busy_s = training.link_s(recipe, link, resident)[1]
         plans += [made(left, host_left, other) for other in _beside_copies(link, busy_s, plans[0])]
         pairs = [(each, resident) for each in plans]
         if recipe.optimizer == "streamed":
-            free = memory_budget * (1 - MARGIN) - beside[recipe.gradients] - one.device_bytes + resident
-            more = ((each, training.most_resident(free - each.peak_bytes)) for each in plans)
+            free = memory_budget * (1 - MARGIN) - one.device_bytes + resident
+            more = ((each, training.most_resident(free - added(recipe, each.peak_bytes))) for each in plans)
             pairs += [(each, amount) for each, amount in more if amount > resident]
         return [planned(recipe, *pair) for pair in pairs]
 
     def planned(recipe: Recipe, each: Plan, resident: int) -> RecipePlan:
         one, step_s = _beside_activations(training, recipe, resident), prediction.step_s(each, recipe, resident)
-        device, host = one.device_bytes + beside[recipe.gradients] + each.peak_bytes, one.host_bytes + each.host_bytes
+        device, host = one.device_bytes + added(recipe, each.peak_bytes), one.host_bytes + each.host_bytes
         device = max(device, _step_bytes(training, one))
         return replace(one, plan=each, step_s=step_s, device_bytes=device, host_bytes=host)
 

@@ -522,9 +522,12 @@ def _out_of_range() -> torch.Tensor:
     raise IndexError  # on a GPU, the kernel would end the process
 
 
-def test_the_device_has_the_state_that_the_host_cannot_hold(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("copies", [1, 2], ids=["half", "all but what is between tensors"])
+def test_the_device_has_the_state_that_the_host_cannot_hold(
+    copies: int, lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(PREPARE, "RECIPES", (CONSUMED,))
-    most = weight_bytes()
+    most = copies * weight_bytes()
     tables: list[str] = []
     prepared = offload.prepare
 
@@ -540,7 +543,7 @@ def test_the_device_has_the_state_that_the_host_cannot_hold(lab: Lab, monkeypatc
     monkeypatch.setattr(offload, "prepare", prepare)
     pinned: list[int] = []
     found, _ = train(
-        lab, 5 * most, steps=4, step_in_backward=True, after_step=lambda: pinned.append(lab.pool.pinned_bytes)
+        lab, 5 * weight_bytes(), steps=4, step_in_backward=True, after_step=lambda: pinned.append(lab.pool.pinned_bytes)
     )
     assert_same(train(lab, None, steps=4)[0], found)
     assert max(pinned) <= most

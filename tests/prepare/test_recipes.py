@@ -346,23 +346,36 @@ def test_a_larger_budget_has_no_longer_step(seed: int, host_gib: int | None) -> 
 
 
 @pytest.mark.parametrize("among_layers", [True, False])
-def test_gradients_that_were_measured_in_the_layers_count_once(among_layers: bool) -> None:
+@pytest.mark.parametrize("recipe", [ALL_CONSUMED, STREAMED], ids=["consumed", "resident"])
+def test_gradients_that_were_measured_in_the_layers_count_once(recipe: Recipe, among_layers: bool) -> None:
     """Else the recipe in place would not fit where the activations' own plan does."""
-    profile = offload.Profile((offload.LayerProfile(0.1, 0.2, GIB, (GIB,), workspace_bytes=2 * GIB),) * 4)
+    profile = offload.Profile((offload.LayerProfile(0.1, 0.2, GIB, (GIB,), workspace_bytes=20 * GIB),) * 4)
     with pytest.raises(TooLittleMemoryError) as error:
         offload.plan(profile, 1, SLOW)
-    missing_bytes = 0 if among_layers else EVEN.gradient_bytes(ALL_CONSUMED)
+    missing_bytes = 0 if among_layers else EVEN.gradient_bytes(recipe)
     made = plan_recipes(
-        Prediction(EVEN, SLOW, ALL_CONSUMED, 0, 0.0),
-        EVEN.held_bytes(ALL_CONSUMED) + error.value.least_bytes + missing_bytes,
+        Prediction(EVEN, SLOW, recipe, 0, 0.0),
+        EVEN.held_bytes(recipe) + error.value.least_bytes + missing_bytes,
         None,
         lambda device, _, link: offload.plan(profile, device, link),
         missing_bytes,
     )
-    [found] = [one for one in made.recipes if one.recipe == ALL_CONSUMED]
+    [found] = [one for one in made.recipes if one.recipe == recipe]
     assert not found.reason
     assert found.plan is not None
-    assert found.device_bytes == EVEN.held_bytes(ALL_CONSUMED) + missing_bytes + found.plan.peak_bytes
+    assert found.device_bytes == EVEN.held_bytes(recipe) + missing_bytes + found.plan.peak_bytes
+
+
+def test_resident_gradients_are_whole_at_the_end_of_backward() -> None:
+    """However little activations need, and whichever part of the gradients was measured in the layers."""
+    profile = offload.Profile((offload.LayerProfile(0.1, 0.2, GIB, (GIB,)),) * 4)
+    prediction = Prediction(EVEN, SLOW, STREAMED, 0, 0.0)
+    made = plan_recipes(
+        prediction, 200 * GIB, None, lambda device, _, link: offload.plan(profile, device, link), 0, [STREAMED]
+    )
+    [found] = made.recipes
+    assert found.device_bytes == EVEN.held_bytes(STREAMED, found.resident_bytes) + EVEN.gradient_bytes(STREAMED)
+    assert found.device_bytes <= 200 * GIB
 
 
 def test_state_that_is_resident_is_spread_over_backward() -> None:
