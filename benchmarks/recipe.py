@@ -36,7 +36,8 @@ from benchmarks.report import Record, asked, table
 from offload.device.select import resolve_device
 from offload.optimizer.chunks import NUM_SLOTS
 from offload.optimizer.stream import CHUNK_BYTES
-from offload.planning.recipes import RECIPES, Recipe, TrainingBytes, without_activations
+from offload.planning.recipes import without_activations
+from offload.planning.training_bytes import RECIPES, Recipe, TrainingBytes
 
 BUDGETS_GIB = (24, 32, 48, 80, 140)
 MOST_PINNED_GIB = 100.0

@@ -19,8 +19,9 @@ from offload.offload_layers import OffloadedLayers, offload_layers
 from offload.optimizer.stream import OptimizerStats, StreamedOptimizer, stream_optimizer
 from offload.planning.plan import Plan
 from offload.planning.profile import LayerProfile, Link, Profile
-from offload.planning.recipes import Recipe, RecipePlan, TrainingPlan
+from offload.planning.recipes import RecipePlan, TrainingPlan
 from offload.planning.simulate import simulate
+from offload.planning.training_bytes import Recipe
 from offload.prepare import prepare
 from offload.prepared import PreparedTraining
 from offload.recompute.costs import LayerPolicy, RegionProfile

@@ -21,7 +21,8 @@ from offload.measuring.in_pieces import Pieces
 from offload.measuring.memory_left import all_bytes, training_bytes, usable_bytes
 from offload.optimizer.proof import with_groups
 from offload.optimizer.stream import CHUNK_BYTES, check_float32, check_overlap
-from offload.planning.recipes import RECIPES, without_activations
+from offload.planning.recipes import without_activations
+from offload.planning.training_bytes import RECIPES
 from offload.prepared import PreparedTraining
 from offload.recompute.compiled_levels import parse_compile
 

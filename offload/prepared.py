@@ -32,15 +32,8 @@ from offload.optimizer.state import local, move_state
 from offload.optimizer.stream import OptimizerStats, StreamedOptimizer, stream_optimizer
 from offload.planning.plan import Plan, make_plan
 from offload.planning.profile import Link, Profile
-from offload.planning.recipes import (
-    Prediction,
-    Recipe,
-    RecipePlan,
-    TrainingBytes,
-    TrainingPlan,
-    plan_recipes,
-    without_activations,
-)
+from offload.planning.recipes import Prediction, RecipePlan, TrainingPlan, plan_recipes, without_activations
+from offload.planning.training_bytes import Recipe, TrainingBytes
 from offload.weights.streamed import StreamedWeights, WeightStats, stream_weights
 
 _logger = logging.getLogger(__name__)

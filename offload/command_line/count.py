@@ -31,7 +31,7 @@ from offload.measuring.layer_times import LayerTimes
 from offload.observe.memory import CpuAllocations
 from offload.planning.layer_costs import with_workspace
 from offload.planning.profile import LayerProfile, Profile
-from offload.planning.recipes import TrainingBytes
+from offload.planning.training_bytes import TrainingBytes
 from offload.recompute.costs import RegionProfile
 from offload.recompute.learn import ModuleNames, SavedTensor, Step, Storage, Trace
 from offload.recompute.operations import Operation, known_operation

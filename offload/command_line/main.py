@@ -26,7 +26,8 @@ from offload.optimizer.chunks import NUM_SLOTS
 from offload.optimizer.stream import CHUNK_BYTES
 from offload.planning.plan import make_plan
 from offload.planning.profile import Link
-from offload.planning.recipes import RECIPES, Prediction, TrainingBytes, TrainingPlan, plan_recipes
+from offload.planning.recipes import Prediction, TrainingPlan, plan_recipes
+from offload.planning.training_bytes import RECIPES, TrainingBytes
 
 H200 = Link(55.4e9, 55.5e9, 101.6e9, "an H200's")  # on PCIe Gen5 x16, as it was measured
 

@@ -25,7 +25,7 @@ from offload.optimizer.proof import LARGEST, prove, stand_in_for, unhooked_step,
 from offload.optimizer.state import REMAINDER_BYTES, local
 from offload.optimizer.stream import check_can_be_streamed
 from offload.planning.profile import Link
-from offload.planning.recipes import TrainingBytes
+from offload.planning.training_bytes import TrainingBytes
 
 _logger = logging.getLogger(__name__)
 

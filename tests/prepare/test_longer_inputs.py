@@ -14,7 +14,7 @@ from torch import nn
 
 import offload
 from offload.base.checks import format_bytes
-from offload.planning.recipes import Recipe
+from offload.planning.training_bytes import Recipe
 
 LENGTHS = (8, 8, 16, 16, 16, *[100] * 8, 16, 100)
 

@@ -12,7 +12,8 @@ from test_prepare import ALL_STREAMED, PREPARED, RESIDENT, STREAMED, WORDS, Mode
 
 import offload
 from offload.base.checks import parse_bytes
-from offload.planning.recipes import MARGIN, Recipe
+from offload.planning.recipes import MARGIN
+from offload.planning.training_bytes import Recipe
 
 pytestmark = pytest.mark.slow
 MIB = 1 << 20

@@ -9,7 +9,7 @@ from models import WIDTH, build, through
 from torch import nn
 
 import offload
-from offload.planning.recipes import RECIPES, Recipe
+from offload.planning.training_bytes import RECIPES, Recipe
 
 PREPARE = sys.modules["offload.prepare"]  # the function has its name
 RESIDENT, STREAMED, CONSUMED, ALL_CONSUMED, *_ = RECIPES

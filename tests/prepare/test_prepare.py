@@ -14,7 +14,8 @@ from models import WIDTH, assert_same, build, through
 from torch import nn
 
 import offload
-from offload.planning.recipes import RECIPES, Recipe, plan_recipes
+from offload.planning.recipes import plan_recipes
+from offload.planning.training_bytes import RECIPES, Recipe
 
 STEPS = 6
 WORDS = 16384

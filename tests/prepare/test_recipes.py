@@ -12,15 +12,8 @@ import offload
 from offload.base.evenly import evenly
 from offload.planning.plan import TooLittleMemoryError
 from offload.planning.profile import HostSeconds
-from offload.planning.recipes import (
-    RECIPES,
-    WORTH,
-    Prediction,
-    Recipe,
-    TrainingBytes,
-    plan_recipes,
-    without_activations,
-)
+from offload.planning.recipes import WORTH, Prediction, plan_recipes, without_activations
+from offload.planning.training_bytes import RECIPES, Recipe, TrainingBytes
 
 RESIDENT, STREAMED, CONSUMED, ALL_CONSUMED, ALL_STREAMED, ON_HOST = RECIPES
 

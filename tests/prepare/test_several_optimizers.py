@@ -11,7 +11,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import offload
-from offload.planning.recipes import RECIPES, Recipe
+from offload.planning.training_bytes import RECIPES, Recipe
 
 RESIDENT, STREAMED, CONSUMED, ALL_CONSUMED, ALL_STREAMED, _ = RECIPES
 WIDTH = 64
