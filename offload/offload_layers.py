@@ -99,7 +99,7 @@ def offload_layers(
 
     Args:
         layers: The layers in the order in which forward calls them: an ``nn.ModuleList``, an ``nn.Sequential``, any
-            iterable of modules. A layer may be skipped in a forward. One called twice is not planned for.
+            iterable of modules. A layer may be skipped in a forward, or called several times.
         num_layers: How many to offload, the first ones; at most ``len(layers) - 1``. By default 4, or all layers but
             the last of fewer than 5.
         schedule: A schedule of your own over ``len(layers)`` layers, on one device, in place of the default one.

@@ -105,6 +105,7 @@ class FollowPlan(HookedLayers):
         self.missing_bytes = 0  # what a step of the planned size needs on the device beside the layers' activations
         self.link = link or measure_link(self._backend.device)
         self._costs = CostsBySize()
+        self.time_again = self._costs.forget_times  # in the next microbatch, as what backward needs has changed
         self._stage: Literal["learning", "timing", "following"] = "learning"
         self._inputs = self._timed_inputs = Inputs(1, ())
         """What the first layer that ran was given in the microbatch that began last, and in the one that is timed."""
@@ -120,6 +121,7 @@ class FollowPlan(HookedLayers):
         self._watches = True  # whether the peaks of microbatches are measured
         self._timed_all = self._ran_all = False  # whether the timed, and the last, microbatch has skipped no layer
         self._counted = False  # whether what the last microbatch saved before its first layer was counted
+        self._offloads = True  # whether layers run in the order in which a schedule releases what they save
         self._proves = False  # whether this is a plan's first microbatch, which may hold layers twice to prove it
         self._proofs = 0  # how often layers had been proven when the last microbatch began
         self._corrections_left, self._said = 0, False  # whether the budget is known to be too small
@@ -357,15 +359,14 @@ class FollowPlan(HookedLayers):
         kinds = [tuple((region.name, region.nbytes) for region in one.costs) for one in self._policies]
         if not {kinds[number] for number in ran} >= {*kinds}:
             return
-        self._stage, self._planned = "following", {}
+        self._stage, self._planned, self._offloads = "following", {}, self._times.in_order
         if self._learned != self._learned_then:
             self._times.start(self._peak, paused=True)  # its times are no use
             return
         regions = self._costs.regions_at(self._timed_inputs)
         profile, expected = learned_profile(self._policies, regions, self._times)
         self.measured_bytes = self._peak_bytes
-        timed = dict(zip(ran, profile.layers, strict=True))
-        every = with_skipped(timed, kinds, self._new_gradients)
+        every = with_skipped(dict(zip(ran, profile.layers, strict=True)), kinds, self._new_gradients)
         profile = replace(profile, layers=every, other_s=self._times.between_s(now))
         self._times.start(self._peak, paused=True)  # what was counted before this microbatch is freed in it
         for one in self._policies:
@@ -392,10 +393,6 @@ class FollowPlan(HookedLayers):
             self._peak_bytes += self._budget
             self._plan_for(self._planned)
 
-    def time_again(self) -> None:
-        """Time the layers again in the next microbatch: what they need in backward has changed."""
-        self._costs.forget_times()
-
     def _plan_for(self, size: Size) -> None:
         self._planned, self._said, self._counted_gradients = size, False, self._planned_gradients
         self._make_plan()
@@ -408,7 +405,7 @@ class FollowPlan(HookedLayers):
         self.profile, self.missing_bytes = self._costs.at(self._planned)
         self.missing_bytes += self._counted_gradients
         budget, missing = self._as_asked(self._budget), format_bytes(self.missing_bytes)
-        link, host_bytes = self._left.link(self.link), self._left.host_bytes()
+        link, host_bytes = self._left.link(self.link), self._left.host_bytes() if self._offloads else 0
 
         def plan_among(among: Among) -> Plan:
             slack = SLACK if self._corrections_left == CORRECTIONS else 0.0  # what is predicted is not too high then

@@ -121,6 +121,7 @@ class LayerTimes(Attachment):
         self._awaits_end = False  # whether no layer of the microbatch has a hook yet that calls it
         self._end: Callable[[], object] = lambda: None  # what its graph holds of that, until backward or without one
         self._begun = 0  # how many microbatches have begun since the end of a backward
+        self._together = 0  # the most of them since :meth:`start`
         self.alone = False  # whether no other microbatch has run beside the one that ended last
         super().__init__(layers, self.layers)
 
@@ -132,7 +133,7 @@ class LayerTimes(Attachment):
 
     def start(self, memory: MemoryPeak | None = None, *, paused: bool = False) -> None:
         """Forget what was timed so far, and the peaks if ``memory`` is asked for new ones; time nothing if paused."""
-        self.paused, self.queueing = paused, _Queueing(self.backend)
+        self.paused, self._together, self.queueing = paused, 0, _Queueing(self.backend)
         self.hooks.close()
         for layer in self.layers:
             layer.rounds.clear()
@@ -159,8 +160,13 @@ class LayerTimes(Attachment):
             self._end = weakref.ref(ends)
 
     def _end_microbatch(self) -> None:
-        self.alone, self._begun = self._begun == 1, 0
+        self.alone, self._together, self._begun = self._begun == 1, max(self._together, self._begun), 0
         self.ended()
+
+    @property
+    def in_order(self) -> bool:
+        """Whether layers ran in their order since :meth:`start`, however often each of them."""
+        return self._together <= max(len(layer.rounds) for layer in self.layers)
 
     @property
     def idle(self) -> bool:

@@ -198,7 +198,24 @@ def learned_profile(
     profile = with_workspace(profile, times.peaks(), num_layers, recompute_all(profile))
     recomputed = costs_of(profile, Link(1.0, 1.0, 1.0), range(num_layers), recompute_all(profile))
     holds = [one.holds for one, _ in ran]
-    return _with_freed_sooner(profile, holds), peak_bytes(recomputed, num_layers, profile.loss_bytes)
+    calls = [len(times.layers[number].complete_rounds()) for number in times.ran]
+    profile = _with_freed_sooner(profile, holds)
+    layers = [_called(*pair) for pair in zip(profile.layers, calls, strict=True)]
+    return replace(profile, layers=tuple(layers)), peak_bytes(recomputed, num_layers, profile.loss_bytes)
+
+
+def _called(layer: LayerProfile, calls: int) -> LayerProfile:
+    """A layer that runs several times before backward, as one that saves all of that in one run."""
+    regions = tuple(replace(one, nbytes=calls * one.nbytes, seconds=calls * one.seconds) for one in layer.regions)
+    return replace(
+        layer,
+        forward_s=calls * layer.forward_s,
+        backward_s=calls * layer.backward_s,
+        saved_bytes=calls * layer.saved_bytes,
+        small_bytes=calls * layer.small_bytes,
+        tensors=(),
+        regions=regions,
+    )
 
 
 def _with_freed_sooner(profile: Profile, holds: Sequence[bool]) -> Profile:
