@@ -90,8 +90,7 @@ class FollowPlan(HookedLayers):
             given_bytes = parse_bytes(memory_budget, "memory_budget")
             memory_budget = GivenMemory(given_bytes, self._backend.device, layers, most)
         self._left: MemoryLeft = memory_budget
-        # Bytes that were left when the layers were timed, and what an accelerator held then beside gradients.
-        self._budget = self._held_bytes = 0
+        self._budget = self._held_bytes = 0  # left when layers were timed, and held beside gradients by an accelerator
         self._times = LayerTimes(layers, self._backend, ended=self.end_backward)
         self._times.paused = True
         begins = [ForwardBegins(partial(self._begin_forward, number)) for number in range(len(layers))]
@@ -107,8 +106,7 @@ class FollowPlan(HookedLayers):
         self._costs = CostsBySize()
         self.time_again = self._costs.forget_times  # in the next microbatch, as what backward needs has changed
         self._stage: Literal["learning", "timing", "following"] = "learning"
-        self._inputs = self._timed_inputs = Inputs(1, ())
-        """What the first layer that ran was given in the microbatch that began last, and in the one that is timed."""
+        self._inputs = self._timed_inputs = Inputs(1, ())  # of the microbatch that began last, and of the timed one
         self._learned = self._learned_then = [0] * len(layers)  # how often each layer had been learned when those began
         self._new_gradients: list[int] = []  # bytes of each layer's gradients that the timed microbatch allocates
         self._planned: Size = {}  # of inputs that the plan is for
@@ -218,6 +216,8 @@ class FollowPlan(HookedLayers):
         goes_on &= self.measures or (is_within(size, self._planned) and gradient_bytes <= self._planned_gradients)
         if goes_on:
             self._proves = proved  # one peak counts for all that runs before backward
+            if self._stage == "timing":
+                self._timed_inputs = max(self._timed_inputs, self._inputs)
         elif not self.measures or (self._stage == "learning" and all(one.proven for one in self._policies)):
             if self._costs.lack(self._inputs):
                 self._time()
@@ -364,7 +364,7 @@ class FollowPlan(HookedLayers):
             self._times.start(self._peak, paused=True)  # its times are no use
             return
         regions = self._costs.regions_at(self._timed_inputs)
-        profile, expected = learned_profile(self._policies, regions, self._times)
+        profile, expected = learned_profile(self._policies, regions, self._times, one_backward=True)
         self.measured_bytes = self._peak_bytes
         every = with_skipped(dict(zip(ran, profile.layers, strict=True)), kinds, self._new_gradients)
         profile = replace(profile, layers=every, other_s=self._times.between_s(now))

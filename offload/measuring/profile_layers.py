@@ -165,9 +165,15 @@ def recompute_all(profile: Profile) -> list[LayerPolicy | None]:
 
 
 def learned_profile(
-    policies: Sequence[LayerPolicies], regions: Sequence[Sequence[RegionProfile]], times: LayerTimes
+    policies: Sequence[LayerPolicies],
+    regions: Sequence[Sequence[RegionProfile]],
+    times: LayerTimes,
+    *,
+    one_backward: bool = False,
 ) -> tuple[Profile, int]:
     """What the layers with these regions cost if nothing is recomputed, from steps in which everything is.
+
+    If all that was timed has had ``one_backward``, layers that have run several times cost as much more.
 
     Returns:
         The profile of the layers that ran, and the most that these need in such a step.
@@ -198,7 +204,7 @@ def learned_profile(
     profile = with_workspace(profile, times.peaks(), num_layers, recompute_all(profile))
     recomputed = costs_of(profile, Link(1.0, 1.0, 1.0), range(num_layers), recompute_all(profile))
     holds = [one.holds for one, _ in ran]
-    calls = [len(times.layers[number].complete_rounds()) for number in times.ran]
+    calls = [len(times.layers[number].complete_rounds()) if one_backward else 1 for number in times.ran]
     profile = _with_freed_sooner(profile, holds)
     layers = [_called(*pair) for pair in zip(profile.layers, calls, strict=True)]
     return replace(profile, layers=tuple(layers)), peak_bytes(recomputed, num_layers, profile.loss_bytes)

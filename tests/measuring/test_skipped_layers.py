@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from models import WIDTH, assert_same, build
+from models import WIDTH, assert_same, build, through
 from torch import nn
 
 import offload
@@ -171,5 +171,27 @@ def test_layers_that_run_again_before_backward_count_to_the_same_microbatch(orde
         found, peak_bytes = run()
         assert_same(expected, found)
         assert peak_bytes <= budget
+    assert handle.state == "following"
+    handle.remove()
+
+
+@pytest.mark.parametrize("rows", [(2, 4), (4, 2)], ids=["the shorter one first", "the longer one first"])
+@pytest.mark.parametrize("share", [0.4, 0.7])
+def test_two_forwards_of_different_lengths_before_one_backward_keep_to_the_budget(
+    rows: tuple[int, int], share: float
+) -> None:
+    """The longer one would begin another count of the peak, without what the shorter one has saved."""
+    layers, _ = build("mlp", LAYERS, torch.device("cpu"))
+    inputs = [torch.rand(each, 64, WIDTH) for each in rows]
+
+    def run() -> int:
+        with offload.memory_meter("cpu") as meter:
+            torch.stack([through(layers, x).square().mean() for x in inputs]).sum().backward()
+        layers.zero_grad()
+        return meter.peak_bytes
+
+    budget = round(share * run())
+    handle = offload.offload_layers(layers, memory_budget=budget, min_bytes=1, device="cpu")
+    assert max(run() for _ in range(6)) <= budget
     assert handle.state == "following"
     handle.remove()
