@@ -53,8 +53,8 @@ class OtherRunError(RuntimeError):
     def __init__(self, layer: str, what: str) -> None:
         super().__init__(
             f"{layer} cannot be recomputed: run again in backward, it {what} than in forward, since something decides "
-            "its way that is no input, attribute, setting or generator of PyTorch. Keep or offload this layer: "
-            'policies={"*": "offload"}.'
+            "its way that is no input, attribute, setting or generator of PyTorch, such as a parameter's requires_grad"
+            '. Keep or offload this layer: policies={"*": "offload"}.'
         )
         self.what = what
 

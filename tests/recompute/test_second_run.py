@@ -293,6 +293,14 @@ def test_a_parameter_is_changed_before_backward_under_a_budget(lab: Lab) -> None
             step(layers, x, lambda: layers[0].bias.detach().add_(1))
 
 
+def test_a_parameter_that_is_frozen_before_backward(lab: Lab) -> None:
+    layers, x = build("gpt", LAYERS, lab.device)
+    with offloaded(layers, lab):
+        step(layers, x)
+        with pytest.raises(RuntimeError, match="such as a parameter's requires_grad"):
+            step(layers, x, lambda: layers.requires_grad_(requires_grad=False))
+
+
 class Added(nn.Module):
     """Adds a parameter last, which has its gradient before backward asks for what was dropped."""
 
