@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from offload.base.torch_private import RUNS_COMPILED, TorchDispatchMode, dispatch_modes, set_modes
+from offload.base.torch_private import RUNS_COMPILED, TorchDispatchMode, dispatch_modes, leave_to_interpreter, set_modes
 from offload.device.select import resolve_device
 from offload.recompute.learn import LayerMode
 
@@ -61,8 +61,13 @@ class CpuAllocations(TorchDispatchMode):
 
     supports_higher_order_operators = True  # compiled layers with dropout run some
 
-    def __init__(self, on_change: Callable[[int], None] = lambda _: None) -> None:
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the compiler leaves this package alone, so that each operation needs no wrapper for that
+
+    def __init__(self, on_change: Callable[[int], None] | None = None) -> None:
         super().__init__()
+        leave_to_interpreter()
         self._on_change = on_change
         self.peak_bytes = 0
         self.live_bytes = 0
@@ -73,10 +78,11 @@ class CpuAllocations(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if new := [storage for storage in _storages(result) if id(storage) not in self._alive]:
-            given = {id(storage) for storage in _storages((args, kwargs))}
+        alive = self._alive
+        if new := [storage for storage in _storages((result,)) if id(storage) not in alive]:
+            given = _storages((*args, *(kwargs or {}).values()))
             for storage in new:
-                if id(storage) not in given:
+                if not any(storage is one for one in given):
                     self.count(storage)
         return result
 
@@ -98,19 +104,24 @@ class CpuAllocations(TorchDispatchMode):
     def _change(self, nbytes: int) -> None:
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        self._on_change(self.live_bytes)
+        if self._on_change is not None:
+            self._on_change(self.live_bytes)
 
 
-def _storages(values: object) -> Iterator[torch.UntypedStorage]:
+def _storages(values: Iterable[object]) -> list[torch.UntypedStorage]:
     """The storages on the CPU among an operation's arguments or results; ``set_`` takes one itself."""
-    if isinstance(values, torch.Tensor):
-        if values.layout is torch.strided and values.device.type == "cpu":
-            yield values.untyped_storage()
-    elif isinstance(values, (list, tuple, dict)):
-        for value in values.values() if isinstance(values, dict) else values:
-            yield from _storages(value)
-    elif isinstance(values, torch.UntypedStorage):
-        yield values
+    found: list[torch.UntypedStorage] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.layout is torch.strided and value.is_cpu:
+                found.append(value.untyped_storage())
+        elif isinstance(value, (list, tuple)):
+            found += _storages(value)
+        elif isinstance(value, dict):
+            found += _storages(value.values())
+        elif isinstance(value, torch.UntypedStorage):
+            found.append(value)
+    return found
 
 
 class MemoryPeak:
