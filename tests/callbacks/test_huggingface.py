@@ -12,16 +12,16 @@ from torch import nn
 import offload
 from offload.base.checks import parse_bytes
 from offload.callbacks.base import find_layers
-from offload.callbacks.huggingface import OffloadCallback
 
 pytestmark = pytest.mark.slow
 
 transformers.utils.logging.set_verbosity_error()
 
 
-class Recorder(transformers.TrainerCallback):
-    def on_log(self, args, state, control, *, logs, **_):
-        self.logs = dict(logs)
+def OffloadCallback(*given, **options):  # noqa: N802  # the class, imported where tests run: that takes two seconds
+    from offload.callbacks import huggingface
+
+    return huggingface.OffloadCallback(*given, **options)
 
 
 def make_trainer(folder, callbacks, fails=False, model=None, **options):
@@ -212,6 +212,10 @@ def test_trains_streamed_weights_on_a_gpu(tmp_path):
 
 
 def test_reporters_behind_it_get_what_moved_and_evaluation_does_not(tmp_path):
+    class Recorder(transformers.TrainerCallback):
+        def on_log(self, args, state, control, *, logs, **_):
+            self.logs = dict(logs)
+
     recorder = Recorder()
     trainer = make_trainer(tmp_path, [OffloadCallback(num_layers=1, min_bytes=1), recorder], eval_strategy="epoch")
     trainer.args.max_steps = 1

@@ -14,7 +14,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:memory_budget = .* was broken"),  # while layers were learned
 ]
 
-peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
 CPU = torch.device("cpu")
@@ -27,6 +26,7 @@ def train(budget: int | str | None, words: int) -> tuple[list[torch.Tensor], lis
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT's own, from transformers
         whole = transformers.LlamaForCausalLM(config)
+        peft = pytest.importorskip("peft")
         model = peft.get_peft_model(whole, peft.LoraConfig(r=2, target_modules="all-linear")).train()
     trained = [one for one in model.parameters() if one.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
