@@ -37,8 +37,12 @@ TORCH = (
     "torch.distributed.tensor",
     "matplotlib.figure",
     "pytest",
+    "offload",
 )
-"""What training in several processes imports in any case, and much of it any optimizer; what draws, and what tests."""
+"""What training in several processes imports in any case, and much of it any optimizer; what draws, and what tests.
+
+The library itself, last: each of fifty scripts would read it anew, and make objects of all its code.
+"""
 TRAINERS = ("transformers.models.llama.modeling_llama", "transformers.trainer", "trl.trainer.sft_trainer", "lightning")
 """What trainers bring, beside that."""
 
@@ -65,7 +69,7 @@ def run_scripts(
         scripts: Each one's path and arguments.
         folder: Where they run.
         environment: All their variables, or those of each. Scripts that see no GPU are forked.
-        imported: Modules that a fork has imported already; none of this library's.
+        imported: Modules that a fork has imported already.
         strict: Whether a warning is an error, such as while those modules are imported.
         whole_end: Whether a fork that has run through also takes apart what it has imported, for a third of a second.
         timeout_s: Scripts that take longer are killed.
@@ -125,6 +129,8 @@ class _Nursery:
     def run(self, imported: Sequence[str], request: list[dict[str, Any]], timeout_s: float) -> list[int]:
         if self._process is None:
             variables = os.environ | NO_GPU | {"OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
+            paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+            variables |= {"PYTHONPATH": os.pathsep.join(filter(None, paths))}  # this library, wherever another is
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}
             self._process = subprocess.Popen([sys.executable, *STRICT, __file__], text=True, env=variables, **pipes)
         answers = self._process.stdout
