@@ -456,7 +456,7 @@ def test_refuses():
     scope="module",
     params=[
         (2, "cpu"),
-        (4, "cpu"),
+        (3, "cpu"),
         pytest.param((2, "cuda"), marks=pytest.mark.multigpu(n=2)),
         pytest.param((4, "cuda"), marks=pytest.mark.multigpu(n=4)),
     ],
