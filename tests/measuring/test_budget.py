@@ -877,7 +877,7 @@ def test_a_budget_that_the_last_microbatch_breaks_is_said_at_the_end(tmp_path: P
     (tmp_path / "ends.py").write_text(ENDS)
     ways = [[decides, ends] for decides in ("memory_budget", "plan") for ends in ("removed", "exits")]
     scripts = [[str(tmp_path / "ends.py"), *way] for way in ways]
-    for done in run_scripts(scripts, tmp_path, {**os.environ, **NO_GPU}):
+    for done in run_scripts(scripts, tmp_path, {**os.environ, **NO_GPU}, imported=("torch", "offload")):
         before, after = done.output.split("trained")
         assert "UserWarning" not in before
         assert len(re.findall(r"memory_budget = .* KiB was broken: a microbatch needed .*iB,", after)) == 1, after
