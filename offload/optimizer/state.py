@@ -336,7 +336,8 @@ class StateStore:
         if device.type == "cpu":  # without room, the system kills the process that touches its pages
             check_room(value.numel() * dtype.itemsize)
             return torch.empty_like(value, dtype=dtype, device=device).copy_(value)
-        return value.to(device).to(dtype)  # the other way round, the host would change the type, in memory of its own
+        there = torch.empty_like(value, device=device).copy_(value)
+        return there.to(dtype)  # there, as the host would do it slowly, in memory of its own
 
     def _allocate(self, wanted: Mapping[ParameterState, _Likes]) -> None:
         """On the device as long as there is room for all of a parameter's homes, else on the host."""
