@@ -1,32 +1,32 @@
 """What ``torch.compile`` knows of the library."""
 
-import subprocess
-import sys
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lab import Lab
 from models import WIDTH, Composed, assert_same, build, gradients, leaves_of, loss_of, through
+from scripts import NO_GPU, Done, run_scripts
 from torch import nn
 
 from offload import offload_layers, stream_weights
 from offload.base import layer_events
 
 
-def in_fresh_process(program: str) -> str:
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
-
-
 @pytest.mark.slow
-def test_compiler_leaves_the_package_to_the_interpreter() -> None:
+def test_compiler_leaves_the_package_to_the_interpreter(tmp_path: Path) -> None:
     """Also a compiler that is loaded after the first layer has been offloaded; other tests load the compiler first."""
-    program = (
-        "import offload.activations.context as context; context.OffloadContext(None, 1)\n"
-        "import torch._dynamo; print(torch._dynamo.trace_rules.check_file(context.__file__).skipped)"
-    )
-    assert in_fresh_process(program) == "True"
+    firsts = ("offload.activations.context.OffloadContext(None, 1)", "offload.memory_meter('cpu').__enter__()")
+    check = "import torch._dynamo; print(torch._dynamo.trace_rules.check_file(offload.__file__).skipped)"
+    scripts = [tmp_path / f"{number}.py" for number in range(len(firsts))]
+    for script, first in zip(scripts, firsts, strict=True):
+        script.write_text(f"import offload\n{first}\n{check}")
+    environment = os.environ | NO_GPU
+    found = run_scripts([[str(one)] for one in scripts], tmp_path, environment, imported=("torch", "offload"))
+    assert found == [Done(0, "True\n")] * len(firsts)
 
 
 Model = Any
