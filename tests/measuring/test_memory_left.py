@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from offload.measuring.memory_left import bytes_of_gradients
+from offload import memory_meter
+from offload.measuring.memory_left import bytes_of_gradients, bytes_of_step
 
 
 @pytest.fixture
@@ -29,3 +30,22 @@ def test_of_a_sharded_gradient_the_part_of_this_rank_counts() -> None:
     sharded.grad, whole.grad = torch.ones_like(sharded), torch.ones_like(whole)
     assert sharded.grad.nbytes == 4 * 8 * 4
     assert bytes_of_gradients([sharded, whole], torch.device("cpu")) == 2 * 8 * 4
+
+
+@pytest.mark.parametrize("foreach", [(True, True), (False, False), (False, True)])
+def test_what_a_step_allocates_is_known_from_small_ones(foreach: tuple[bool, bool]) -> None:
+    """Of the larger group, whose way to step counts: tensors of all parameters, or of one at a time.
+
+    In a loop, a tensor of the parameter before may be there as well, which is not counted.
+    """
+    small, large = ([nn.Parameter(torch.ones(size, 256)) for _ in range(4)] for size in (8, 256))
+    groups = [{"params": one, "foreach": many} for one, many in zip((small, large), foreach, strict=True)]
+    optimizer = torch.optim.AdamW(groups)
+    predicted = bytes_of_step(optimizer, torch.device("cpu"))
+    for parameter in (*small, *large):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with memory_meter("cpu") as meter:
+        optimizer.step()
+    left_bytes = 0 if foreach[1] else large[0].nbytes
+    assert 0.9 * (meter.peak_bytes - left_bytes) <= predicted <= 1.1 * meter.peak_bytes
