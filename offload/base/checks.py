@@ -13,7 +13,7 @@ _UNITS: dict[str, int] = {"B": 1} | {
     for suffix, base in (("iB", 1024), ("B", 1000), ("", 1024))
     for power, prefix in enumerate("KMGT", start=1)
 }
-_MOST_BYTES = 1 << 50  # more than any device has
+_LEAST_BYTES, _MOST_BYTES = 1 << 10, 1 << 50  # less than any training needs, more than any device has
 _TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 
 
@@ -80,12 +80,12 @@ def parse_bytes(value: int | str, name: str = "value") -> int:
 
 
 def parse_budget(memory_budget: int | str) -> int:
-    """A memory budget as :func:`parse_bytes` takes it; raises a ``ValueError`` if no device has so many bytes."""
+    """A memory budget as :func:`parse_bytes` takes it; raises a ``ValueError`` if no device has so many or so few."""
     nbytes = parse_bytes(memory_budget, "memory_budget")
-    if not 0 < nbytes < _MOST_BYTES:
+    if not _LEAST_BYTES <= nbytes < _MOST_BYTES:  # 24 is meant to be GiB
         raise ValueError(
-            f"memory_budget must be more than 0 bytes and less than {format_bytes(_MOST_BYTES)}, got "
-            f"{memory_budget!r}; write a part of the device's memory, such as '40GiB'."
+            f"memory_budget must be at least {format_bytes(_LEAST_BYTES)} and less than {format_bytes(_MOST_BYTES)}, "
+            f"got {memory_budget!r}; write a part of the device's memory, such as '40GiB'."
         )
     return nbytes
 

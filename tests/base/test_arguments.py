@@ -85,7 +85,7 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: offloaded(layers(), "auto"), TypeError, "got 'auto'; for device memory, write memory_budget='auto'"),
     (lambda: WhileTraining(2, memory_budget="1GiB"), ValueError, "memory_budget excludes num_layers"),
     (lambda: WhileTraining(-3), ValueError, "num_layers must be at least 0, got -3"),
-    (lambda: WhileTraining(memory_budget=0), ValueError, "memory_budget must be more than 0 bytes"),
+    (lambda: WhileTraining(memory_budget=0), ValueError, "memory_budget must be at least 1.00 KiB"),
     (lambda: WhileTraining(policies={"*": "drop"}), ValueError, "a policy must be one of 'keep'"),
     (lambda: offload.stream_weights(3), TypeError, LAYERS_WANTED + "3"),
     (lambda: offload.get_cpu_offload_context(True, 1, 4, schedule={}), TypeError, SCHEDULE_WANTED),
