@@ -304,7 +304,7 @@ def bytes_of_step(optimizer: torch.optim.Optimizer, device: torch.device) -> int
     if not largest.numel():
         return 0
     small, needed = [min(size, LARGEST.get(largest.ndim, 8)) for size in largest.shape], list[float]()
-    for count in (1, 2, 3):  # where one follows another, something of the last one may be left, once
+    for count in (1, 2, 3):
         alike = [nn.Parameter(torch.zeros(small, dtype=largest.dtype, device=device)) for _ in range(count)]
         group = {**optimizer.param_groups[number], "params": alike}
         trial = stand_in_for(optimizer, [group], defaultdict(dict))
@@ -315,4 +315,8 @@ def bytes_of_step(optimizer: torch.optim.Optimizer, device: torch.device) -> int
                 unhooked_step(optimizer)(trial)
         needed.append(meter.peak_bytes / alike[0].numel())
     each = max(0.0, needed[2] - needed[1])  # for each parameter; the rest is for one at a time
-    return round(each * sum(one.numel() for _, one in sized) + max(0.0, needed[0] - each) * largest.numel())
+    alone = max(0.0, needed[0] - each)
+    left = max(0.0, needed[2] - 3 * each - alone)  # of the parameter before
+    sizes = [one.numel() for _, one in sized]
+    at_a_time = [alone * size + left * before for before, size in zip([0, *sizes], sizes, strict=False)]
+    return round(each * sum(sizes) + max(at_a_time))
