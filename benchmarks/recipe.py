@@ -199,7 +199,8 @@ def run(arguments: argparse.Namespace, budget_gib: float, tokens: int, *more: st
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=most_s, env=env)
         lines, said = done.stdout.splitlines(), done.stderr
         if done.returncode or not lines:
-            row["error"] = (said.strip().splitlines() or ["nothing was printed"])[-1]
+            killed = f"ended by signal {-done.returncode}; " if done.returncode < 0 else ""
+            row["error"] = killed + (said.strip().splitlines() or ["nothing was printed"])[-1]
         else:
             row = json.loads(lines[-1])
     except subprocess.TimeoutExpired as error:
