@@ -25,7 +25,7 @@ from offload.recompute.policies import KEEP, RECOMPUTE
 from offload.recompute.prove import memories_of, prove_all, prove_hand_over
 from offload.recompute.run_again import Frame, HandOver, Held
 from offload.recompute.second_run import SecondRun
-from offload.recompute.state import CLONED_BYTES, LayerState, Settings, contents_of, states_of
+from offload.recompute.state import CLONED_BYTES, LayerState, Settings, contents_of, kept_by_hooks, states_of
 from offload.recompute.way import Way, list_regions, names_of
 
 _logger = logging.getLogger(__name__)
@@ -334,6 +334,9 @@ class RegionSet(ActivationSet):
         seconds = [0.0] * len(trace.steps)
         forward_s = 0.0
         may_recompute = policies.measures or policies.planned is not None or RECOMPUTE in policies.patterns.values()
+        if may_recompute and way.reason is None and any(map(learn.has_made, kept_by_hooks(frame.layer))):
+            # A second run would call the hook once more, with results that lead to no graph.
+            way.reason = "a hook keeps tensors that the layer computes"
         if may_recompute and way.reason is None:
             short = self._is_short(originals)
             clock, lend = backend if policies.measures else None, self.transfers.lend

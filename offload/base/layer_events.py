@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from offload.base.checks import describe
 from offload.base.torch_private import (
     forget_compiled,
-    forward_pre_hooks,
+    forward_hooks,
     in_backward,
     interpreted,
     leave_to_interpreter,
@@ -69,16 +69,24 @@ class LayerCall:
         self.error_around: BaseException | None = sys.exception()  # handled by the program around: none of the layer's
 
 
+class LayerEndsError(Exception):
+    """The forward has ended: no hook that is called behind ours is a part of it."""
+
+
 class _Silence(threading.local):
-    on = False
+    on: bool | nn.Module = False
 
 
 _silence = _Silence()
 
 
-def without_listeners() -> AbstractContextManager[None]:
-    """Run a layer without telling its listeners, who would take the run for the layer's next forward."""
-    return with_attribute(_silence, "on", value=True)
+def without_listeners(until_end_of: nn.Module | None = None) -> AbstractContextManager[None]:
+    """Run a layer without telling its listeners, who would take the run for the layer's next forward.
+
+    Raises:
+        LayerEndsError: In the block, where the end of the forward of ``until_end_of`` would be told.
+    """
+    return with_attribute(_silence, "on", value=True if until_end_of is None else until_end_of)
 
 
 class Handle(ABC):
@@ -218,7 +226,7 @@ class _LayerEvents:
         inside = is_sharded(layer)
         self._hooks: list[RemovableHandle] = [
             layer.register_forward_pre_hook(_Hook(self, self._before_forward), with_kwargs=True, prepend=not inside),
-            layer.register_forward_hook(_Hook(self, self._after_forward), always_call=True, prepend=inside),
+            layer.register_forward_hook(_Hook(self, self._after_forward, ends=True), always_call=True, prepend=inside),
             layer.register_state_dict_pre_hook(_Hook(self, self._before_access)),
             layer.register_load_state_dict_pre_hook(_Hook(self, self._before_access)),
         ]
@@ -302,21 +310,26 @@ def _tell_end(call: LayerCall, *, failed: bool) -> None:
 class _Hook:
     """A module hook that calls ``tell``, and copies and pickles with its module as one that does nothing."""
 
-    def __init__(self, events: _LayerEvents | None = None, tell: Callable[..., None] = lambda *_: None) -> None:
+    def __init__(
+        self, events: _LayerEvents | None = None, tell: Callable[..., None] = lambda *_: None, *, ends: bool = False
+    ) -> None:
         self.events = events
         self._tell = tell
+        self._ends = ends
 
     @interpreted
     def __call__(self, *args: object) -> None:
         if not _silence.on:
             self._tell(*args)
+        elif self._ends and args[0] is _silence.on and args[-1] is not None:  # else forward has raised
+            raise LayerEndsError
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_Hook, ())
 
 
 def _events_of(layer: nn.Module) -> _LayerEvents | None:
-    hooks = forward_pre_hooks(layer).values()
+    hooks = forward_hooks(layer)[0].values()
     return next((hook.events for hook in hooks if isinstance(hook, _Hook) and hook.events is not None), None)
 
 

@@ -244,7 +244,7 @@ def owners_of(storage: torch.UntypedStorage) -> int:
 # Modules, DistributedDataParallel, pipelines.
 
 APPLY = "_apply"  # the method of a module that ``to``, ``cuda``, ``half`` and others call
-forward_pre_hooks: Callable[[nn.Module], dict[int, Any]] = operator.attrgetter("_forward_pre_hooks")
+forward_hooks: Callable[[nn.Module], tuple[Any, Any]] = operator.attrgetter("_forward_pre_hooks", "_forward_hooks")
 running_ddp: Callable[[], Any] = functools.partial(_take, "_active_ddp_module", DistributedDataParallel)  # or None
 ddp_parameters: Callable[[Any], Iterable[nn.Parameter]] = functools.partial(_take, "_module_parameters")
 

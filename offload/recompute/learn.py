@@ -282,6 +282,10 @@ class Learn(LayerMode):
             if number in made
         )
 
+    def has_made(self, tensor: torch.Tensor) -> bool:
+        """Whether an operation has made the storage of a tensor."""
+        return self.has_seen(tensor) and bool(self.trace.storages[self.number_of(tensor, 0)].writers)
+
     def has_seen(self, tensor: torch.Tensor) -> bool:
         """Whether an operation has read or written the storage of a tensor."""
         return plain_memory(tensor) is not None and address_of(tensor.untyped_storage()) in self._numbers

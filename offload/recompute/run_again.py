@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.base.layer_events import is_sharded, without_listeners
+from offload.base.layer_events import LayerEndsError, is_sharded, without_listeners
 from offload.base.tensors import Geometry, geometry_of, look_into, same_bits, tensors_of
 from offload.base.torch_private import (
     CAST,
@@ -218,7 +218,7 @@ class Frame:
             compiler = compiler_of(self.layer)
             call = self.layer.forward if compiler is None else compiler(self.layer.forward)
         with (
-            nullcontext() if backward else without_listeners(),
+            nullcontext() if backward else without_listeners(self.layer if self.compiled is None else None),
             torch.enable_grad(),
             self.settings.again(),
             drawn_again(self.random),
@@ -230,7 +230,7 @@ class Frame:
                     push_hooks(check.pack, lambda tensor: tensor)
                     check.first_node = next_node()
                     call(*args, **kwargs)
-                except AllThereError:
+                except (AllThereError, LayerEndsError):
                     pass
                 finally:
                     pop_hooks(check.pack)

@@ -6,10 +6,12 @@ everything is as it was before the second run.
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from operator import is_
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +19,14 @@ from torch import nn
 
 from offload.base.layer_events import compute_device, is_sharded
 from offload.base.tensors import plain_memory, tensors_in
-from offload.base.torch_private import address_of, are_deterministic, attention_kernels, function_modes, state_of
+from offload.base.torch_private import (
+    address_of,
+    are_deterministic,
+    attention_kernels,
+    forward_hooks,
+    function_modes,
+    state_of,
+)
 
 CLONED_BYTES = 1 << 20  # buffers up to this size, which forward writes into, are cloned before each forward
 
@@ -289,3 +298,33 @@ def contents_of(value: Any, depth: int = 8) -> Any:
         return [contents_of(item, depth - 1) for item in value]
     attributes = getattr(value, "__dict__", None)
     return id(value) if attributes is None else (id(value), contents_of(dict(attributes), depth - 1))
+
+
+# What hooks hold.
+
+MOST_FOUND = 10_000  # objects among which tensors are looked for
+
+
+def kept_by_hooks(layer: nn.Module) -> Iterator[torch.Tensor]:
+    """The tensors that the program's forward hooks on a layer and in it hold, as far as they can be found."""
+    found: list[object] = [hook for one in layer.modules() for hooks in forward_hooks(one) for hook in hooks.values()]
+    known = {id(one): one for one in found}
+    for one in found:  # grows
+        if isinstance(one, torch.Tensor):
+            yield one
+        elif len(found) < MOST_FOUND:
+            new = {id(other): other for other in _held_by(one) if id(other) not in known}
+            known |= new
+            found += new.values()
+
+
+def _held_by(one: object) -> list[object]:
+    """What an object holds of the program's: a module holds the model too, and its attributes alone are looked at."""
+    if isinstance(one, type | ModuleType | nn.Parameter) or type(one).__module__.startswith("offload."):
+        return []
+    if isinstance(one, nn.Module):
+        return [held for name, held in vars(one).items() if not name.startswith("_")]
+    if isinstance(one, FunctionType):
+        read = [one.__globals__.get(name) for name in one.__code__.co_names]
+        return [*read, *gc.get_referents(*(one.__closure__ or ())), one.__defaults__, one.__kwdefaults__]
+    return gc.get_referents(one)

@@ -1679,29 +1679,53 @@ def test_kinds_of_inputs_that_are_remembered(lab: Lab, monkeypatch: pytest.Monke
     assert learned == [True, True, False, False, True, False, True, False]
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("inner", [False, True], ids=["layer", "submodule"])
-@pytest.mark.usefixtures("nothing_recomputed")
-def test_a_hook_that_collects_results_is_refused(inner: bool, lab: Lab) -> None:
-    """It would have a second run's results as well, through which no gradient goes."""
+def test_a_hook_that_collects_results_is_called_once(inner: bool, late: bool, lab: Lab, unplanned: set[str]) -> None:
+    """A second run's results lead to no graph, and a list would hold each twice."""
+    unplanned.update({"is never recomputed"} if inner or not late else ())
     layers, x = build("decoder", LAYERS, lab.device)
     features: list[torch.Tensor] = []
+    logged: list[torch.Tensor] = []
     hooked = layers[1].norm1 if inner else layers[1]
-    hooked.register_forward_hook(lambda module, args, output: features.append(output))
+
+    def add_hook() -> None:
+        hooked.register_forward_hook(lambda module, args, output: features.append(output))
+        hooked.register_forward_hook(lambda module, args, output: logged.append(output.detach()))
 
     def run() -> None:
         features.clear()
         y = through(layers, x)
         (loss_of(y) + sum(loss_of(feature) for feature in features)).backward()
 
+    add_hook()
     expected = gradients(leaves_of(layers, x), run)
+    assert len(logged) == 1
+    if late:
+        hooked._forward_hooks.clear()
+    with offloaded(layers, lab, ALL):
+        if late:
+            add_hook()
+        for count in range(2, 5):
+            assert_same(expected, gradients(leaves_of(layers, x), run))
+            assert len(logged) == count
+            assert torch.equal(logged[0], logged[-1])
+
+
+@pytest.mark.usefixtures("nothing_recomputed")
+def test_a_layer_that_collects_its_results_is_refused(lab: Lab) -> None:
+    collected: list[torch.Tensor] = []
+    layers, x = functions(lambda x, weight: collect(collected, (x @ weight).sin()).cos(), lab)
     with (
         offloaded(layers, lab, ALL),
         pytest.raises(RuntimeError, match="a hook, a list or a global variable keeps tensors that the layer computes"),
     ):
-        run()
-    with offloaded(layers, lab, {"*": "offload"}, 1):
-        for _ in range(2):
-            assert_same(expected, gradients(leaves_of(layers, x), run))
+        step(layers, x)
+
+
+def collect(into: list[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    into.append(tensor)
+    return tensor
 
 
 COLLECTED: ContextVar[list[torch.Tensor] | None] = ContextVar("collected", default=None)
