@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
-from operator import add, attrgetter, sub
+from operator import attrgetter
 from typing import NamedTuple
 
 from offload.observe.timeline import Kind
@@ -353,20 +353,22 @@ class Peaks(NamedTuple):
 def peak_bytes(layers: Sequence[LayerCosts], num_layers: int, loss_bytes: int = 0) -> int:
     """The most bytes on the device if the first ``num_layers`` are offloaded, and the loss needs ``loss_bytes``."""
     forward, between, backward = peaks_of(layers, num_layers)
-    return max(between + loss_bytes, *map(max, (forward, backward)))
+    return max(between + loss_bytes, *forward, *backward)
 
 
 def peaks_of(layers: Sequence[LayerCosts], num_layers: int) -> Peaks:
     """The most that the layers have on the device in each part of a step if the first ``num_layers`` are offloaded."""
-    # The functions of ``operator`` and ``itertools`` do this in a quarter of a loop's time; a search asks often.
-    held = accumulate(map(attrgetter("held_bytes"), layers), initial=0)
-    released = accumulate(map(attrgetter("offloaded_bytes"), layers[:num_layers]))
-    gone = [*[0] * (len(layers) - num_layers), *released]
-    # When each layer's forward starts, and as much when its backward does; last: between both.
-    *before, between = map(sub, held, [*gone, gone[-1]])
-    peaks = (map(attrgetter(name), layers) for name in ("forward_peak_bytes", "backward_peak_bytes"))
-    forward, backward = (list(map(add, before, each)) for each in peaks)
-    return Peaks(forward, between, backward)
+    resident, held = len(layers) - num_layers, 0
+    forward: list[int] = []
+    backward: list[int] = []
+    for number, layer in enumerate(layers):
+        if number >= resident:
+            held -= layers[number - resident].offloaded_bytes
+        # As much is held when the layer's forward starts as when its backward does.
+        forward.append(held + layer.forward_peak_bytes)
+        backward.append(held + layer.backward_peak_bytes)
+        held += layer.held_bytes
+    return Peaks(forward, held, backward)
 
 
 def step_s(layers: Sequence[LayerCosts], num_layers: int, loss_s: float = 0.0, other_s: float = 0.0) -> float:
