@@ -216,6 +216,7 @@ def plan_recipes(
     """
     training, link, measured = prediction.training, prediction.link, prediction.measured
     made = cache(plan)  # recipes ask for the same plans
+    known_s: dict[tuple[object, ...], float] = {}  # of steps; plans for other amounts of memory are often the same
 
     def beside(recipe: Recipe) -> int:
         """What is needed beside layers and gradients; less where the layers were measured with these."""
@@ -271,7 +272,10 @@ def plan_recipes(
         return [planned(recipe, *pair) for pair in pairs]
 
     def planned(recipe: Recipe, each: Plan, resident: int) -> RecipePlan:
-        one, step_s = _beside_activations(training, recipe, resident), prediction.step_s(each, recipe, resident)
+        same = recipe, resident, each.num_layers, each.policies
+        if same not in known_s:
+            known_s[same] = prediction.step_s(each, recipe, resident)
+        one, step_s = _beside_activations(training, recipe, resident), known_s[same]
         device, host = one.device_bytes + added(recipe, each.peak_bytes), one.host_bytes + each.host_bytes
         device = max(device, _step_bytes(training, one))
         return replace(one, plan=each, step_s=step_s, device_bytes=device, host_bytes=host)
