@@ -15,7 +15,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import NamedTuple
 
 from offload.base.checks import check_type
@@ -225,28 +225,34 @@ def _find_times(queues: Mapping[Lane, Sequence[_Task]], link: Link) -> None:
     # Compute waits for copies and is never slower for them, so it runs ahead, and the copies from event to event.
     computed_s = now_s = 0.0
     compute, *copies = (deque(queues[lane]) for lane in LANES)
-    left = dict[_Task, float]()  # of the amounts of copies that have begun
+    left = [queue[0].amount if queue else 0.0 for queue in copies]  # of the first copy in each queue
+    every_rate = {busy: link.rates(d2h=busy[0], h2d=busy[1]) for busy in product((False, True), repeat=2)}
     while True:
         while compute and (sooner_s := compute[0].waits_until_s) < math.inf:
             task = compute.popleft()
             task.start_s = max(computed_s, sooner_s)
             computed_s = task.end_s = task.start_s + task.amount
-        waiting_s = [queue[0].waits_until_s if queue else math.inf for queue in copies]
-        busy = [until_s <= now_s for until_s in waiting_s]
-        rates = link.rates(d2h=busy[0], h2d=busy[1])
-        begun = [(queue, rate) for queue, rate, runs in zip(copies, rates, busy, strict=True) if runs]
-        ends = [now_s + left.get(queue[0], queue[0].amount) / rate for queue, rate in begun]
-        then_s = min([*ends, *(until_s for until_s in waiting_s if until_s > now_s)], default=math.inf)
+        d2h_s, h2d_s = waiting_s = [queue[0].waits_until_s if queue else math.inf for queue in copies]
+        rates = every_rate[d2h_s <= now_s, h2d_s <= now_s]  # zero of a stream that waits
+        # When each stream comes to the end of its copy, or to its next one.
+        events_s = [
+            now_s + amount / rate if rate else until_s
+            for amount, rate, until_s in zip(left, rates, waiting_s, strict=True)
+        ]
+        then_s = min(events_s)
         if then_s == math.inf:
             return
-        for (queue, rate), end_s in zip(begun, ends, strict=True):
+        for number, (queue, rate, event_s) in enumerate(zip(copies, rates, events_s, strict=True)):
+            if not rate:
+                continue
             task = queue[0]
             task.start_s = min(task.start_s, now_s)
-            if end_s == then_s:
+            if event_s == then_s:
                 task.end_s = then_s
                 queue.popleft()
+                left[number] = queue[0].amount if queue else 0.0
             else:
-                left[task] = max(0.0, left.get(task, task.amount) - (then_s - now_s) * rate)
+                left[number] = max(0.0, left[number] - (then_s - now_s) * rate)
         now_s = then_s
 
 
