@@ -145,9 +145,11 @@ def _refuse_wrappers(optimizer: torch.optim.Optimizer) -> None:
             continue
         parts = [*value, *value.values()] if isinstance(value, dict) else value
         for one in parts if isinstance(parts, list | tuple | set) else [value]:
-            what = "an optimizer" if isinstance(one, torch.optim.Optimizer) else "parameters"
-            if what == "an optimizer" or id(one) in parameters:
-                raise _no_proof(optimizer, f"which has {what} in its attribute {name}")
+            if isinstance(one, torch.optim.Optimizer):
+                instead = f"give optimizer.{name} if all it does is to call that, as Accelerate's does"
+                raise _no_proof(optimizer, f"which has an optimizer in its attribute {name} ({instead})")
+            if id(one) in parameters:
+                raise _no_proof(optimizer, f"which has parameters in its attribute {name}")
 
 
 def of_shape(value: object, parameter: torch.Tensor) -> bool:
