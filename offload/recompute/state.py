@@ -307,24 +307,26 @@ MOST_FOUND = 10_000  # objects among which tensors are looked for
 
 def kept_by_hooks(layer: nn.Module) -> Iterator[torch.Tensor]:
     """The tensors that the program's forward hooks on a layer and in it hold, as far as they can be found."""
-    found: list[object] = [hook for one in layer.modules() for hooks in forward_hooks(one) for hook in hooks.values()]
+    found: list[Any] = [hook for one in layer.modules() for hooks in forward_hooks(one) for hook in hooks.values()]
     known = {id(one): one for one in found}
     for one in found:  # grows
-        if isinstance(one, torch.Tensor):
+        if issubclass(type(one), torch.Tensor):  # to ask an instance may raise: a proxy of what is gone
             yield one
         elif len(found) < MOST_FOUND:
-            new = {id(other): other for other in _held_by(one) if id(other) not in known}
+            newest = _held_by(one)[-MOST_FOUND:]
+            new = {id(other): other for other in newest if id(other) not in known}
             known |= new
             found += new.values()
 
 
-def _held_by(one: object) -> list[object]:
+def _held_by(one: Any) -> list[Any]:
     """What an object holds of the program's: a module holds the model too, and its attributes alone are looked at."""
-    if isinstance(one, type | ModuleType | nn.Parameter) or type(one).__module__.startswith("offload."):
+    kind = type(one)
+    if issubclass(kind, type | ModuleType) or str(kind.__module__).startswith("offload."):
         return []
-    if isinstance(one, nn.Module):
+    if issubclass(kind, nn.Module):
         return [held for name, held in vars(one).items() if not name.startswith("_")]
-    if isinstance(one, FunctionType):
+    if kind is FunctionType:
         read = [one.__globals__.get(name) for name in one.__code__.co_names]
         return [*read, *gc.get_referents(*(one.__closure__ or ())), one.__defaults__, one.__kwdefaults__]
     return gc.get_referents(one)

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import partial
@@ -1710,6 +1711,15 @@ def test_a_hook_that_collects_results_is_called_once(inner: bool, late: bool, la
             assert_same(expected, gradients(leaves_of(layers, x), run))
             assert len(logged) == count
             assert torch.equal(logged[0], logged[-1])
+
+
+def test_a_hook_may_hold_what_has_gone(lab: Lab) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    gone = weakref.proxy(set())
+    layers[1].norm1.register_forward_hook(lambda module, args, output: None if output is not None else gone)
+    expected = gradients(leaves_of(layers, x), lambda: loss_of(through(layers, x)).backward())
+    with offloaded(layers, lab, ALL):
+        assert_same(expected, gradients(leaves_of(layers, x), lambda: loss_of(through(layers, x)).backward()))
 
 
 @pytest.mark.usefixtures("nothing_recomputed")
