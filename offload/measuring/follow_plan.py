@@ -179,7 +179,7 @@ class FollowPlan(HookedLayers):
                 one.measure_again()
             self._recompute_all()
         self._stage, self._timed_inputs, self._learned_then = "timing", self._inputs, self._learned
-        self._new_gradients = [new_gradients(layer.parameters()) for layer in self._layers]
+        self._new_gradients = [*map(new_gradients, self._layers)]
         self._watches, self._peak_bytes = True, 0
         hold_some(self._policies)
         time_second_runs(self._policies, self._backend)
@@ -306,7 +306,7 @@ class FollowPlan(HookedLayers):
         key = frozenset(size.items())
         if key not in self._plans:
             profile, missing_bytes = self._costs.at(size)
-            known = profile.beside(missing_bytes + self._counted_gradients)
+            known = self._costs.beside(profile, missing_bytes, self._counted_gradients)
             self._plans[key] = relaxed(largest, known, (1 - RESERVE) * self._budget)
         return self._plans[key]
 
@@ -376,7 +376,7 @@ class FollowPlan(HookedLayers):
         self._timed_gradients = self._gradient_bytes
         self._planned_gradients = max(self._timed_gradients, self._planned_gradients)
         missing_bytes = max(0, self._peak_bytes - self._timed_gradients - expected)
-        self._costs.add(self._timed_inputs, profile, missing_bytes, self._new_gradients)
+        self._costs.add(self._timed_inputs, profile, missing_bytes, self._new_gradients, self._timed_gradients)
 
     def _as_asked(self, nbytes: int) -> str:
         return format_bytes(self._left.asked_bytes(nbytes))  # the memory_budget with which a step may need so much
@@ -402,8 +402,9 @@ class FollowPlan(HookedLayers):
 
         It fits beside what is needed outside of the layers; if there is none, everything is recomputed.
         """
-        self.profile, self.missing_bytes = self._costs.at(self._planned)
-        self.missing_bytes += self._counted_gradients
+        self.profile, missing_bytes = self._costs.at(self._planned)
+        profile = self._costs.beside(self.profile, missing_bytes, self._counted_gradients)
+        self.missing_bytes = missing_bytes + self._counted_gradients
         budget, missing = self._as_asked(self._budget), format_bytes(self.missing_bytes)
         link, host_bytes = self._left.link(self.link), self._left.host_bytes() if self._offloads else 0
 
@@ -414,7 +415,6 @@ class FollowPlan(HookedLayers):
             made = make_plan(profile, left, link, max_host_bytes=host_bytes, among=among)
             return replace(made, memory_budget=self._budget)
 
-        profile = self.profile.beside(self.missing_bytes)
         plans, least_bytes = {}, math.inf
         for among in Among:
             try:

@@ -15,12 +15,13 @@ import torch
 from torch import nn
 
 from offload.base.checks import describe, format_bytes, warn_caller
+from offload.base.layer_events import compute_device
 from offload.base.tensors import check_values
 from offload.device.select import get_backend
 from offload.host.pool import get_host_pool
 from offload.observe.memory import memory_meter
 from offload.optimizer.chunks import NUM_SLOTS
-from offload.optimizer.early import FreedGradient
+from offload.optimizer.early import FreedGradient, is_consumed
 from offload.optimizer.proof import LARGEST, prove, stand_in_for, unhooked_step, with_groups
 from offload.optimizer.state import REMAINDER_BYTES, local
 from offload.optimizer.stream import check_can_be_streamed
@@ -195,9 +196,12 @@ def bytes_of_gradients(parameters: Iterable[torch.Tensor], device: torch.device)
     return sum((local(one) if hasattr(one, "to_local") else one).nbytes for one in here)
 
 
-def new_gradients(parameters: Iterable[torch.Tensor]) -> int:
-    """The bytes of the gradients that a backward allocates for parameters."""
-    return sum(one.nbytes for one in parameters if one.is_leaf and one.requires_grad and one.grad is None)
+def new_gradients(layer: nn.Module) -> int:
+    """The bytes of the gradients that a backward allocates for a layer, and leaves on the device."""
+    if compute_device([layer]) is not None:
+        return 0  # those of streamed weights are on the host
+    found = (one for one in layer.parameters() if one.is_leaf and one.requires_grad and one.grad is None)
+    return sum(local(one).nbytes for one in found if not is_consumed(one))
 
 
 def allocated_bytes(device: torch.device) -> int:

@@ -63,6 +63,7 @@ class Timed(NamedTuple):
     missing_bytes: int  # what the microbatch needed outside of the layers
     kind: RegionNames
     gradients: Sequence[int]  # the new gradients, in bytes, that there were after the backward of each layer
+    begun_bytes: int  # the gradients with which the microbatch began
 
     def like(self, other: Timed, number: int) -> LayerProfile:
         """A layer, as if the microbatch had begun with as many gradients as another one that was timed."""
@@ -96,11 +97,13 @@ class CostsBySize:
         grown = self._grown(kind, regions, self.size_of(known), self.size_of(inputs))
         return [_with_bytes(*layer) for layer in zip(regions, grown, strict=True)]
 
-    def add(self, inputs: Inputs, profile: Profile, missing_bytes: int, new_gradients: Sequence[int]) -> None:
+    def add(
+        self, inputs: Inputs, profile: Profile, missing_bytes: int, new_gradients: Sequence[int], begun_bytes: int = 0
+    ) -> None:
         """What was timed with these inputs; the microbatch has made so many bytes of gradients for each layer."""
         kind = _names_in([one.regions for one in profile.layers])
         gradients = [*accumulate(reversed(new_gradients))]
-        self._timed.append(Timed(inputs, profile, missing_bytes, kind, gradients[::-1]))
+        self._timed.append(Timed(inputs, profile, missing_bytes, kind, gradients[::-1], begun_bytes))
         self._more_bytes = 0.0
         self.cover(inputs)
 
@@ -163,6 +166,17 @@ class CostsBySize:
         values: dict[str, Any] = {name: _on_line(elements_each, profiles, size[()], name) for name in BESIDE_LAYERS}
         missing_bytes = _on_line(elements_each, self._timed, size[()], "missing_bytes") + self._more_bytes * size[()]
         return Profile(tuple(layers), **values), math.ceil(missing_bytes)
+
+    def beside(self, profile: Profile, missing_bytes: int, gradient_bytes: int) -> Profile:
+        """A profile beside what is needed outside of the layers, and the gradients with which a microbatch begins."""
+        # The timed one has made the gradients of later layers before it came to a layer: those that it began without.
+        last = self._timed[-1]
+        more_bytes = max(0, gradient_bytes - last.begun_bytes)
+        layers = tuple(
+            replace(layer, workspace_bytes=max(0, layer.workspace_bytes - min(made, more_bytes)))
+            for layer, made in zip(profile.layers, (*last.gradients[1:], 0), strict=True)
+        )
+        return replace(profile, layers=layers).beside(missing_bytes + gradient_bytes)
 
     def _grown(self, kind: RegionNames, regions: Regions, then: Size, now: Size) -> list[list[int]]:
         """The bytes that the regions of inputs of one size have with inputs of another."""

@@ -58,6 +58,11 @@ def consumed_bytes(device: torch.device) -> int:
     return sum(one.nbytes for one in found if one.device == device)
 
 
+def is_consumed(parameter: torch.Tensor) -> bool:
+    """Whether the backward that runs next steps with this parameter's gradient, and frees it."""
+    return any(each.consumes(parameter) for each in _steps)
+
+
 class FreedGradient(torch.Tensor):
     """In ``parameter.grad`` until ``optimizer.step()``, if the gradient was freed: what computes with it raises.
 
@@ -155,6 +160,9 @@ class BackwardSteps:
         self._take_off()
         for holder in list(self._holders):
             holder.end_steps()
+
+    def consumes(self, parameter: torch.Tensor) -> bool:
+        return self._consume and self.enabled and parameter in self._hooks and parameter not in self._left
 
     def consumed(self) -> Iterator[torch.Tensor]:
         """The gradients that are on the device until their steps are over, and that no parameter has."""

@@ -95,8 +95,18 @@ def test_a_predicted_peak_is_the_measured_one(
     assert measured <= predicted <= 1.01 * measured
 
 
-def test_the_peak_of_another_recipe_than_the_first_is_predicted_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers that were measured while gradients were consumed do not say what they need beside resident ones."""
+@pytest.mark.parametrize(
+    ("recipe", "kib", "accumulate"),
+    [
+        pytest.param(STREAMED, 900, 1, id="layers measured while gradients were consumed"),
+        pytest.param(RESIDENT, 2200, 2, id="layers timed in a microbatch that makes all gradients"),
+        pytest.param(RESIDENT, 2200, 3, id="the same of more microbatches"),
+    ],
+)
+def test_the_peak_of_another_recipe_than_the_first_is_predicted_too(
+    recipe: Recipe, kib: int, accumulate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What layers need is not what they need beside other gradients than those of the microbatch that was timed."""
     monkeypatch.setattr("offload.planning.recipes.WORTH", 1e9)  # the first one that fits
-    predicted, measured = peaks(STREAMED, 900 * KIB, 1, monkeypatch, CONSUMED)
+    predicted, measured = peaks(recipe, kib * KIB, accumulate, monkeypatch, CONSUMED)
     assert measured <= predicted <= 1.01 * measured
