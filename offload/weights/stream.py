@@ -241,8 +241,6 @@ class WeightStream:
     ) -> None:
         """Backward is about to run a layer's nodes, or its forward once more."""
         self.steps.check_layer(layer)
-        if self.computes is not layer:
-            layer.check_held()
         if self.device.type == "cpu":
             thread = threading.current_thread()
         if thread is not None:  # autograd has one thread for all backwards of a GPU: go by the one that ran forward
@@ -255,6 +253,7 @@ class WeightStream:
         left = None
         if self.computes is not layer:
             left = self._leave_backward()
+            layer.check_held()  # not before: the layer that has just computed may share modules with this one
         if not recomputes:
             self.steps.complete(layer, left)  # before the loads that follow, of which one overwrites the weights left
         if self.computes is None:
