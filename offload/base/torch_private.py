@@ -133,7 +133,7 @@ def when_backward_ends(call: Callable[[], None]) -> None:
 @functools.cache
 def before_its_error(call: Callable[[], object]) -> None:
     """Have ``call`` called in a thread whose backward has failed, maybe before autograd's own thread has freed it."""
-    run, graph = _take("autograd.graph._engine_run_backward"), _take("autograd.graph")
+    run, graph, autograd = map(_take, ("autograd.graph._engine_run_backward", "autograd.graph", "autograd"))
 
     @functools.wraps(run)
     def run_backward(*args: Any, **options: Any) -> Any:
@@ -144,7 +144,7 @@ def before_its_error(call: Callable[[], object]) -> None:
                 call()
             raise
 
-    graph._engine_run_backward = torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]
+    graph._engine_run_backward = autograd._engine_run_backward = run_backward
 
 
 def is_captured(node: Any) -> bool:

@@ -9,6 +9,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -322,5 +323,5 @@ def bytes_of_step(optimizer: torch.optim.Optimizer, device: torch.device) -> int
     alone = max(0.0, needed[0] - each)
     left = max(0.0, needed[2] - 3 * each - alone)  # of the parameter before
     sizes = [one.numel() for _, one in sized]
-    at_a_time = [alone * size + left * before for before, size in zip([0, *sizes], sizes, strict=False)]
+    at_a_time = [alone * size + left * before for before, size in pairwise([0, *sizes])]
     return round(each * sum(sizes) + max(at_a_time))
