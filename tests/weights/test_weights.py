@@ -91,6 +91,13 @@ def test_gradients_in_float32(shared: bool, microbatches: int, device: torch.dev
     assert handle.stats().gradient_host_bytes >= 2 * sum(parameter.nbytes for parameter in layers.parameters())
 
 
+def test_neighbours_may_share_a_module(device: torch.device) -> None:
+    """When backward comes to the earlier one, the module holds what the later one has computed with."""
+    layers, x = build(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), 3, device)
+    layers[1] = nn.Sequential(layers[0][0], nn.Tanh())
+    check(layers, x)
+
+
 def test_gradients_that_were_there_before(device: torch.device) -> None:
     layers, x = build("gpt", LAYERS, device)
     twin = copy.deepcopy(layers)
