@@ -89,7 +89,7 @@ class RegionSet(ActivationSet):
         saved = () if way is None else way.saved_inputs
         tensors = enumerate(inputs.tensors)
         held = [
-            (self._hold(tensor, saved=number in saved), tensor.requires_grad, tensor.grad_fn is not None)
+            (self._hold(number, tensor, saved=number in saved), tensor.requires_grad, tensor.grad_fn is not None)
             for number, tensor in tensors
         ]
         reads = () if way is None else way.reads
@@ -137,12 +137,13 @@ class RegionSet(ActivationSet):
             captured.proven = True
         return way.captured
 
-    def _hold(self, tensor: torch.Tensor, *, saved: bool) -> Held:
+    def _hold(self, number: int, tensor: torch.Tensor, *, saved: bool) -> Held:
         """Hold an input, which the second run needs.
 
         It is offloaded with the set if autograd saves it or a layer computed it: not a mask, which all layers share.
         """
         keeps = self._stays or self._policies.source is KEEP or not (saved or tensor.grad_fn is not None)
+        keeps = keeps or (self._way is not None and self._way.trace.given[number] in self._way.resident)
         offloads = not keeps and isinstance(decide(tensor, self._rules), type)
         return (self.pack(tensor) if offloads else KeptHandle(tensor, self._token)).unpack
 
@@ -351,6 +352,7 @@ class RegionSet(ActivationSet):
             self._say(f"layer {self.layer} ({type(frame.layer).__name__}) is never recomputed: {way.reason}")
         if policies.measures or policies.planned is not None:
             policies.costs = list_regions(way, seconds, forward_s)
+            policies.given = [learn.references[one] for one in way.sources]
             policies.follow_plan()
         way.settle(policies)
         policies.add(self._key, way)
@@ -438,5 +440,5 @@ class RegionSet(ActivationSet):
         for number in () if self._stays else way.saved_inputs:  # else the input would be held on the device as well
             kept, needs, computed = frame.held[number]
             if isinstance(getattr(kept, "__self__", None), KeptHandle):
-                frame.held[number] = self._hold(kept(), saved=True), needs, computed
+                frame.held[number] = self._hold(number, kept(), saved=True), needs, computed
         originals.clear()

@@ -32,6 +32,7 @@ from offload.measuring.layer_times import LayerTimes, count_inputs, warn_if_chec
 from offload.measuring.measure_link import measure_link
 from offload.measuring.memory_left import TOLERANCE, DeviceLeft, GivenMemory, MemoryLeft, allocated_bytes, new_gradients
 from offload.measuring.profile_layers import (
+    counted_once,
     hold_some,
     learned_profile,
     learning_policies,
@@ -347,7 +348,7 @@ class FollowPlan(HookedLayers):
         before, self._learned = self._learned, [one.learned for one in self._policies]
         # What only some have learned is of no one size.
         if before != self._learned and (self._stage == "learning" or all(map(operator.ne, before, self._learned))):
-            self._costs.learn(self._inputs, [one.costs for one in self._policies])
+            self._costs.learn(self._inputs, counted_once(self._policies))
         return before != self._learned
 
     def _end_timing(self, now: Event) -> None:
@@ -372,8 +373,7 @@ class FollowPlan(HookedLayers):
         for one in self._policies:
             one.clock, one.holds = None, False
         self._ask_what_is_left()
-        self._timed_all = len(ran) == len(kinds)
-        self._timed_gradients = self._gradient_bytes
+        self._timed_all, self._timed_gradients = len(ran) == len(kinds), self._gradient_bytes
         self._planned_gradients = max(self._timed_gradients, self._planned_gradients)
         missing_bytes = max(0, self._peak_bytes - self._timed_gradients - expected)
         self._costs.add(self._timed_inputs, profile, missing_bytes, self._new_gradients, self._timed_gradients)

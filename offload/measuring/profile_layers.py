@@ -128,7 +128,7 @@ def _measure_recomputed(
             times.time(step, steps)
     for layer in times.layers:
         layer.check_ran()
-    profile, _ = learned_profile(policies, [one.costs for one in policies], times)
+    profile, _ = learned_profile(policies, counted_once(policies), times)
     return replace(profile, other_s=times.other_s())
 
 
@@ -156,6 +156,17 @@ def learning_policies(layers: Iterable[nn.Module]) -> list[LayerPolicies]:
 def learning_schedule(count: int) -> Schedule:
     """The schedule of those steps: as many layers are offloaded as can be without waiting for each copy."""
     return Schedule.default(max(0, count - 2), count)
+
+
+def counted_once(policies: Sequence[LayerPolicies]) -> list[tuple[RegionProfile, ...]]:
+    """The regions that layers have learned. No layer counts an input that the last layer shares, such as a mask.
+
+    It is on the device all the time from here on: what is measured beside the regions has it.
+    """
+    shared = {*policies[-1].given} & {memory for one in policies[:-1] for memory in one.given}
+    for one in policies if shared else ():
+        one.share(shared)
+    return [one.costs for one in policies]
 
 
 def recompute_all(profile: Profile) -> list[LayerPolicy | None]:

@@ -149,10 +149,11 @@ class Plan:
                 column = [f"{state} {ranges(group)}", *(self._policies_of(group, row) for row in range(len(rows)))]
                 columns += [[cell.ljust(max(map(len, column))) for cell in column]] * bool(group)
             names = ["region", *(name for name, _, _ in rows)]
-            sizes = ["size", *(format_bytes(nbytes) for _, nbytes, _ in rows)]
+            sizes = ["size", *(format_bytes(nbytes) if nbytes or not layer.regions else "" for _, nbytes, _ in rows)]
             compute = ["compute", *(format_s(seconds) if seconds else "-" for _, _, seconds in rows)]
             for name, size, seconds, *cells in zip(names, sizes, compute, *columns, strict=True):
-                if {cell.rstrip() for cell in cells} != {"-"}:  # else neither saved nor needed for recomputation
+                # Else it is neither saved nor needed for recomputation, or it is shared by all layers.
+                if size and {cell.rstrip() for cell in cells} != {"-"}:
                     yield f"{name:<{max(map(len, names))}}{size:>12}{seconds:>10}  {'  '.join(cells)}".rstrip()
 
     def _policies_of(self, layers: Iterable[int], row: int) -> str:

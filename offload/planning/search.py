@@ -28,12 +28,14 @@ from offload.planning.layer_costs import (
     LayerCosts,
     RegionCosts,
     ends_of,
+    inputs_of,
     layer_costs,
     peak_bytes,
+    saved_of,
     step_s,
     ways_of,
 )
-from offload.planning.profile import Link, Profile
+from offload.planning.profile import LayerProfile, Link, Profile
 from offload.recompute.costs import LayerPolicy
 
 FEW = 2000  # so many choices of a small model are all tried
@@ -112,6 +114,12 @@ def _host_bytes(costs: Sequence[LayerCosts]) -> int:
     return sum(map(attrgetter("offloaded_bytes"), costs))
 
 
+def _all_but_shared(layer: LayerProfile) -> LayerPolicy | None:
+    """What offloads everything of a layer but an input that all layers share, which stays; ``None`` without one."""
+    shares = any(not layer.regions[number].nbytes for number in inputs_of(layer.regions))
+    return LayerPolicy(saved_of(layer.regions), saved_of(layer.regions)) if shares else None
+
+
 class Search:
     """A search among the policies of a profile's layers on a link."""
 
@@ -171,10 +179,9 @@ class Search:
 
     def policies(self, choice: Choice) -> tuple[LayerPolicy | None, ...]:
         policies = [ways[way] for ways, way in zip(self.ways, choice.ways, strict=True)]
-        return tuple(
-            policy if number < choice.num_layers or policy is None else LayerPolicy(policy.kept)
-            for number, policy in enumerate(policies)
-        )
+        pairs = zip(policies[: choice.num_layers], self.profile.layers, strict=False)
+        kept = [one and LayerPolicy(one.kept) for one in policies[choice.num_layers :]]
+        return (*(policy or _all_but_shared(layer) for policy, layer in pairs), *kept)
 
     def scored(self, choice: Choice) -> Found | None:
         """What a choice comes to; ``None`` if it does not fit."""

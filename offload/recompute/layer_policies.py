@@ -7,8 +7,9 @@ import math
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -51,6 +52,7 @@ class LayerPolicies(RegionPolicies):
         self.ways: dict[InputKind, Way] = {}  # what was learned, by kind of input
         self.failures: Counter[InputKind] = Counter()  # how often each kind of input was learned for nothing
         self.costs: tuple[RegionProfile, ...] = ()  # what each region costs, where that was asked for
+        self.given: list[Hashable] = []  # tell the memory of the inputs among those regions, which are the first ones
         self.host_s = math.inf  # seconds of the host for forward and backward, where a trial has taken them
         self.learned = 0
         self.proofs = 0  # how often a second run was compared with forward, which holds what both save
@@ -133,6 +135,13 @@ class LayerPolicies(RegionPolicies):
 
     def by_name(self) -> dict[str, str]:
         return {} if self.last is None else self.last.by_name(self)
+
+    def share(self, memories: Collection[Hashable]) -> None:
+        """Let inputs that are in these memories stay on the device in any case, and count none of them."""
+        self.resident = [one in memories for one in self.given]
+        places = {place for place, stays in enumerate(self.resident) if stays}
+        self.costs = tuple(replace(one, nbytes=0) if place in places else one for place, one in enumerate(self.costs))
+        self._settle_ways()
 
     def measure_again(self) -> None:
         """Follow the patterns again in place of a plan."""

@@ -176,7 +176,7 @@ class Learn(LayerMode):
         self._clock = clock
         self._before_write = before_write
         self._numbers: dict[int, int] = {}
-        self._references: list[StorageWeakRef] = []
+        self.references: list[StorageWeakRef] = []
         """One per storage: while it lives, no other storage has the same address."""
         self.outside = list(known)
         self.unseen_writes: dict[int, torch.UntypedStorage] = {}
@@ -277,7 +277,7 @@ class Learn(LayerMode):
         # Autocast holds what it has cast.
         made = {number for step in self.trace.steps if step.operation.function is not CAST for number in step.makes}
         return any(
-            not self._references[number].expired() and address not in other._numbers
+            not self.references[number].expired() and address not in other._numbers
             for address, number in self._numbers.items()
             if number in made
         )
@@ -302,7 +302,7 @@ class Learn(LayerMode):
     def _add(self, memory: torch.UntypedStorage, time: int) -> int:
         number = self._numbers[address_of(memory)] = len(self.trace.storages)
         self.trace.storages.append(Storage(memory.nbytes(), first_seen=time))
-        self._references.append(StorageWeakRef(memory))
+        self.references.append(StorageWeakRef(memory))
         return number
 
     def _written(self, operation: Operation, args: Any, kwargs: Any, time: int) -> dict[int, int]:

@@ -7,7 +7,7 @@ tensor that is computed from it is kept in its place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from fnmatch import fnmatchcase
 
@@ -69,6 +69,7 @@ class RegionPolicies:
     def __init__(self, patterns: Mapping[str, Policy], *, measures: bool) -> None:
         self.patterns = patterns
         self.measures = measures
+        self.resident: list[bool] = []  # of each input among the regions, whether it stays on the device in any case
         self.follow_patterns()
 
     def follow_patterns(self) -> None:
@@ -77,9 +78,10 @@ class RegionPolicies:
         source = self.of(SOURCE)
         self.source = OFFLOAD if source is RECOMPUTE else source
 
-    def follow(self, numbered: LayerPolicy, regions: Iterable[RegionProfile]) -> None:
+    def follow(self, numbered: LayerPolicy, regions: Sequence[RegionProfile]) -> None:
         """Follow a plan for these regions by their numbers from now on."""
         self.numbered, self._known, self.source = numbered, {}, KEEP
+        self.resident = [not one.nbytes for one in regions if one.name == SOURCE]
         for number, cost in enumerate(regions):
             held = OFFLOAD if number in numbered.offloaded else KEEP
             if cost.name == SOURCE:

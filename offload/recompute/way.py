@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 
 import torch
 
@@ -64,6 +65,7 @@ class Way:
         """Numbers of the tensors behind it whose memory the layer has computed, and not saved before."""
         self.saved_inputs: frozenset[int] = frozenset()
         """Numbers of the inputs that autograd saves, and that are offloaded."""
+        self.resident: set[int] = set()  # the storages of inputs that stay on the device in any case
         self.rest = KEEP  # what happens to what is saved after the operation from which the way depends on data
         self.unproven_sizes = PROVEN_SIZES  # how many sizes that were not learned are still to be proven
         self.sizes: Sizes = ()
@@ -91,6 +93,16 @@ class Way:
         """What may be offloaded of all that the learned forward has saved."""
         storages = {one.storage for one in self.trace.saved if one.movable and one.storage is not None}
         return sum(self.trace.storages[one].nbytes for one in storages)
+
+    @cached_property
+    def sources(self) -> list[int]:
+        """The storages of what the layer was given and may be offloaded: the first regions of :func:`list_regions`."""
+        trace = self.trace
+        read = trace.movable_inputs & {one for step in trace.steps for one in step.reads}
+        given = [one for one in trace.given if one is not None and one in read]
+        others = [one.storage for one in trace.saved if one.movable and one.storage is not None]
+        others = [one for one in others if not trace.storages[one].writers and one not in self.names]
+        return list(dict.fromkeys([*given, *others]))
 
     @property
     def can_repeat_all(self) -> bool:
@@ -142,6 +154,9 @@ class Way:
     def settle(self, policies: RegionPolicies, *, draws: bool = True) -> None:
         """Find what happens to each saved tensor."""
         trace = self.trace
+        # Inputs of another kind are not numbered as those that the plan is for.
+        alike = len(self.sources) == len(policies.resident)
+        self.resident = {one for one, stays in zip(self.sources, policies.resident, strict=False) if alike and stays}
         wanted = [self._wanted(number, policies) for number in range(len(trace.saved))]
         self._unify_rest(wanted, OFFLOAD)
         if {wanted[number] for number in self.droppable()} == {RECOMPUTE}:
@@ -187,7 +202,7 @@ class Way:
             return KEEP
         name = self.name_at(number)
         if name is None:
-            return policies.source
+            return KEEP if saved.storage in self.resident else policies.source
         planned = policies.numbered is not None and number in self.rest_numbers
         policy = policies.of(REST if planned else name)
         if policy is RECOMPUTE and (self.reason is not None or number in self.forced):
@@ -281,11 +296,7 @@ def list_regions(way: Way, seconds: Sequence[float], forward_s: float) -> tuple[
         nbytes = sum(storages[one].nbytes for one in made)
         costs.append(RegionProfile(name, nbytes, took_s, tuple(read), held, again, first))
 
-    sources = [
-        *(one for one in trace.given if one in trace.movable_inputs and any(one in step.reads for step in trace.steps)),
-        *(one for one in movable if not storages[one].writers and one not in way.names),
-    ]
-    for storage in dict.fromkeys(sources):
+    for storage in way.sources:
         add(SOURCE, [storage], 0.0, ())
     unseen = [one for one in movable if way.names.get(one) == UNSEEN and one in saved]
     if unseen:

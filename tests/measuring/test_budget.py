@@ -303,6 +303,47 @@ def test_evaluation_between_the_steps_does_not_count(lab: Lab) -> None:
         assert handle.plan is not None
 
 
+class Turned(nn.Module):
+    """Multiplies what it computes by a table that all layers are given, as sines of positions are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return self.down((self.up(x) * table).tanh())
+
+
+@pytest.mark.parametrize("share", [2.0, 0.85, 0.75])
+def test_an_input_that_all_layers_share_counts_once(share: float, lab: Lab) -> None:
+    """On the device, where it is all the time, and on the host, where it may be for a while."""
+    torch.manual_seed(0)
+    layers, x = nn.ModuleList(Turned() for _ in range(6)), torch.randn(4, 64, WIDTH)
+
+    def step() -> tuple[int, list[torch.Tensor]]:
+        with offload.memory_meter(lab.device) as meter:
+            table, y = torch.ones(4, 64, 4 * WIDTH).sin(), x * 1
+            for layer in layers:
+                y = layer(y, table)
+            y.square().mean().backward()
+        found = [one.grad for one in leaves_of(layers, x) if one.grad is not None]
+        layers.zero_grad()
+        return meter.peak_bytes, found
+
+    needed, expected = step()
+    budget = round(share * needed)
+    with budgeted(layers, lab, budget) as handle:
+        for _ in range(4):
+            assert_same(expected, step()[1])
+        peak, found = step()
+        assert_same(expected, found)
+        assert peak <= budget
+        assert peak == pytest.approx(handle.plan.peak_bytes, rel=0.02)
+        if share < 1:
+            assert 0 < handle.stats().pinned_bytes == handle.plan.host_bytes
+        assert "0 B" not in str(handle.plan).partition("step")[0]  # what costs nothing is left out
+
+
 class Masked(nn.Module):
     """A decoder block whose attention is given a mask: a number for each pair of tokens, which is saved."""
 
