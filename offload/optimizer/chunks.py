@@ -239,12 +239,13 @@ class ChunkStepper:
         return Loaded(chunk, slot, tensors, h2d.record_event())
 
     def _take_slot(self, nbytes: int) -> StateSlot:
-        """The next slot, with at least so much memory."""
+        """The next slot, with at least so much memory, and as much as any other: slots grow in no later step."""
         compute = self.backend.compute_stream()
         if len(self._slots) < NUM_SLOTS:
             self._slots.append(StateSlot(self.backend.empty(0), compute.record_event()))
         slot = self._slots[self._next_slot % NUM_SLOTS]
         self._next_slot += 1
+        nbytes = max(nbytes, *(len(one.memory) for one in self._slots))
         if len(slot.memory) < nbytes:
             self.counters["slot_bytes"] += nbytes - len(slot.memory)
             # Copies out of the old memory must be over before compute uses it for something else.

@@ -246,3 +246,18 @@ def test_a_checkpoint_is_loaded_behind_the_copies_of_the_last_step(
     lab.slow()
     lab.drain()
     assert_same(resident(lab.device, range(2)), run.values)
+
+
+def test_slots_do_not_grow_from_step_to_step(lab: Lab) -> None:
+    """The first step with state takes all that the slots need, whichever of them the largest chunk comes to."""
+    parameters = [nn.Parameter(torch.zeros(64, columns, device=lab.device)) for columns in (128, *[96] * 12)]
+    optimizer = adamw(parameters)
+    handle = stream(optimizer, chunk_bytes=64 << 10)  # 13 chunks, for three slots
+    found = []
+    for _ in range(5):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        found.append(handle.stats().slot_bytes)
+    assert found[1] > 0
+    assert len({*found[1:]}) == 1
