@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
+from offload.base.checks import warn_caller
 from offload.base.evenly import evenly
 from offload.base.tensors import own_storage
 from offload.device.backend import Backend, Event
@@ -273,6 +274,7 @@ class StateStore:
 
     def adopt(self, states: dict[Any, Any]) -> None:
         """Take over state that there is, on whatever device; of sharded tensors, this rank's part."""
+        rounded = None
         for parameter, entry in states.items():
             if not isinstance(parameter, torch.Tensor) or not isinstance(entry, dict):
                 self.shown[parameter] = entry
@@ -285,6 +287,8 @@ class StateStore:
             self.add(state, held)
             for key, value in parts.items():
                 if key in held:
+                    if value.is_floating_point() and value.dtype.itemsize < state.homes[key].dtype.itemsize:
+                        rounded = value.dtype
                     if value.data_ptr() != state.homes[key].data_ptr():
                         state.homes[key].copy_(value)  # blocks until it is there
                 elif is_large(value):
@@ -295,6 +299,12 @@ class StateStore:
                 elif isinstance(value, torch.Tensor) and value.ndim:
                     parts[key] = value.to(self._backend.device)
             self.shown[parameter] = parts | {key: state.homes[key] for key in held}
+        if rounded is not None:  # a checkpoint's float32, unless the steps before were made in 16 bits
+            warn_caller(
+                f"the optimizer's state continues in {self.state_dtype}, but it was rounded to {rounded} before, as "
+                "load_state_dict of a PyTorch optimizer does it; to resume from a checkpoint, call load_state_dict "
+                "after this call."
+            )
 
     def foreign(self, states: dict[Any, Any]) -> dict[Any, Any]:
         """The entries of ``states`` that have a tensor which is no home, and belongs into one."""

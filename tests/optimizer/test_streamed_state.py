@@ -11,7 +11,7 @@ from faults import assert_interrupts_are_told
 from lab import Lab
 from models import assert_same
 from torch import nn
-from training import OPTIMIZERS, Training, adamw, build, resident, stream
+from training import OPTIMIZERS, Training, adamw, build, plain_steps, resident, stream, values
 
 from offload import CaptureError, HostMemoryError, stream_optimizer
 
@@ -43,6 +43,26 @@ def test_a_state_dict_is_on_the_host_and_saves_only_itself(lab: Lab) -> None:
     for each in (run, other):
         each.steps(range(2, 4))
     assert_same(run.values, other.values)
+
+
+def test_a_checkpoint_in_float32_is_loaded_after_the_call(device: torch.device) -> None:
+    """Before the call, PyTorch's optimizer rounds the state to the parameters' dtype: a warning says so."""
+    options: dict[str, Any] = {"state_dtype": torch.float32, "master_weights": True}
+    model = build(device, torch.bfloat16)
+    optimizer = adamw(model.parameters())
+    stream(optimizer, **options)
+    plain_steps(model, optimizer, range(3))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    plain_steps(model, optimizer, range(3, 5))
+    resumed = build(device, torch.bfloat16)
+    resumed_optimizer = adamw(resumed.parameters())
+    resumed.load_state_dict(saved[0])
+    resumed_optimizer.load_state_dict(saved[1])
+    with pytest.warns(UserWarning, match=r"rounded to torch\.bfloat16 before, .* call load_state_dict after this call"):
+        stream(resumed_optimizer, **options)
+    resumed_optimizer.load_state_dict(saved[1])
+    plain_steps(resumed, resumed_optimizer, range(3, 5))
+    assert_same(values(model, optimizer), values(resumed, resumed_optimizer))
 
 
 def _saved(what: object) -> bytes:
