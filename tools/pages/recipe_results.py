@@ -6,19 +6,19 @@ from typing import Any
 
 from blocks import Columns, Row, cells, link_to, markdown_table, measured_on, read, table, where, with_runs
 from budget_results import LLAMA
-from page_text import gib, gib1, more, ms
+from page_text import gib, gib1, more
 
 PINNED = "100GiB"
 OPTIONS = f'`max_host_bytes="{PINNED}", step_in_backward=True, state_dtype=torch.float32`'
 
 IN_WORDS = {
-    "weights streamed": "hold weights on the host",
-    "gradients consumed": "step in backward, freeing gradients and excluding clipping,",
-    "gradients host": "hold gradients on the host",
-    "optimizer streamed": "hold optimizer state on the host",
-    "optimizer cpu": "step the optimizer on the CPU",
+    "weights streamed": "held weights on the host",
+    "gradients consumed": "freed gradients in backward",
+    "gradients host": "held gradients on the host",
+    "optimizer streamed": "held optimizer state on the host",
+    "optimizer cpu": "stepped on the CPU",
 }
-"""Part of a recipe → what the call does for it."""
+"""Part of a recipe → what the call did for it."""
 
 
 def resident_of(row: Row, rows: list[Row]) -> Row | None:
@@ -42,30 +42,36 @@ def longer(row: Row, rows: list[Row]) -> str:
 
 @table("start_recipe")
 def start_recipe(page: Path) -> str:
-    """What the start page's one line came to."""
+    """What the start page's one line came to: all on the device, the smallest budget, and the first faster one."""
     record = read("recipe")
     row, resident = best_of(record["rows"])
-    chosen = " and to ".join(said for part, said in IN_WORDS.items() if part in row["recipe"].split(", "))
+    rows = [resident, row, *faster_of([one for one in record["rows"] if one["tokens"] == row["tokens"]])]
+    columns: Columns = {
+        "way": lambda one: (
+            f'`memory_budget="{gib(one["budget_bytes"], 0)}GiB"`'
+            if one["budget_bytes"]
+            else "all on the GPU, activations checkpointed"
+        ),
+        "GPU, GiB": ("peak_bytes", lambda nbytes: gib(nbytes, 0)),
+        "host, GiB": lambda one: gib(one["pinned_bytes"] * bool(one["budget_bytes"]), 0),
+        "time of a step": lambda one: f"{one['step_s']:.2f} s" + f" ({longer(one, rows)})" * (one is not resident),
+    }
+    each = [said for part, said in IN_WORDS.items() if part in row["recipe"].split(", ")] or ["kept all on the GPU"]
+    did = ", and ".join([", ".join(each[:-1]), each[-1]][len(each) == 1 :])
     chunks = f"{link_to(Path('docs/howto/long_context.md'), page)}#a-loss-without-logits"
-    faster = faster_of([one for one in record["rows"] if one["tokens"] == row["tokens"]])
     return (
-        f"> **{gib(resident['peak_bytes'], 0)} → {gib(row['peak_bytes'], 0)} GiB** on the GPU, "
-        f"{gib(row['pinned_bytes'], 0)} GiB on the host, step **{longer(row, record['rows'])}**{faster}: "
-        f"AdamW on {LLAMA}, {row['tokens']:,} tokens, {record['hardware']['gpu']}, "
-        f"against checkpointing, all on the GPU."
-        f" The loss is [in chunks]({chunks}). With {OPTIONS}, it chose to "
-        f"{chosen or 'move nothing'}.\n"
+        f"{markdown_table(cells(rows, columns), left=1)}\n\n"
+        f"A full fine-tune of {LLAMA} with AdamW, {row['tokens']:,} tokens a step, the loss [in chunks]({chunks}). "
+        f"With {gib(row['budget_bytes'], 0)} GiB, `prepare` {did}. The options are {OPTIONS}: to step in "
+        f"backward excludes clipping. {where(record, rows)}\n"
     )
 
 
-def faster_of(rows: list[Row]) -> str:
-    """The smallest budget with a step that is shorter than with everything on the device."""
+def faster_of(rows: list[Row]) -> list[Row]:
+    """The smallest budget with a step that is shorter than with everything on the device, if there is one."""
     kept = [(row, resident_of(row, rows)) for row in rows if row["budget_bytes"] and "error" not in row]
     less = [row for row, other in kept if other is not None and row["step_s"] < other["step_s"]]
-    if not less:
-        return ""
-    row = min(less, key=lambda row: row["budget_bytes"])
-    return f", or **{gib(row['peak_bytes'], 0)} GiB**, step **{longer(row, rows)}**"
+    return sorted(less, key=itemgetter("budget_bytes"))[:1]
 
 
 @table("whole_trainings")
