@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from blocks import Columns, Row, cells, markdown_table, picture, read, row_of, table, where, with_runs
 from drawing import NARROW_INCHES, label_axes
-from page_text import GIB, day_of, gib, gib1, link_of, more, ms, torch_of
+from page_text import GIB, day_of, gib, gib1, link_of, more, ms, torch_of, way_of
 
 from offload.observe.timeline import COLORS, INK, new_figure, style_axes
 
@@ -53,9 +53,9 @@ def _off(predicted: str, measured: str) -> Any:
 
 
 BUDGETS: Columns = {
-    "": ("what", str),
+    "": ("what", way_of),
     "step, ms": ("step_s", ms),
-    "against nothing": ("ratio", more),
+    "against keep all": ("ratio", more),
     "predicted": _off("predicted_s", "step_s"),
     "peak, GiB": ("peak_bytes", gib),
     "predicted peak": _off("predicted_peak_bytes", "peak_bytes"),
@@ -70,7 +70,7 @@ def budgets(model: str, _page: Path) -> str:
     note = record.get("notes", {}).get(model)
     noted = "" if note is None else f" This run: {note}."
     shown = with_runs(cells(rows, BUDGETS), rows, record)
-    told = markdown_table(shown, left=1, answer=("peak, GiB", "against nothing"))
+    told = markdown_table(shown, left=1, answer=("peak, GiB", "against keep all"))
     return f"{where(record, rows)}{same}{noted}\n\n{told}\n"
 
 
@@ -108,7 +108,7 @@ def _decoder_run() -> str:
 def start_table(_page: Path) -> str:
     """Four ways to run the decoder's step."""
     nothing, _, cheap, near = rows = plans_of()
-    names = ["keep every activation", "PyTorch's checkpointing of every layer"]
+    names = ["keep all activations", "PyTorch's checkpointing of every layer"]
     names += [f"`memory_budget`, {row['what'].removeprefix('budget ')}" for row in (cheap, near)]
     columns: Columns = {
         "GPU, GiB": ("peak_bytes", gib1),
@@ -132,7 +132,7 @@ def recipes(_page: Path) -> str:
     free = row_of(rows, what="whole layers, 20 GiB")
     inputs = next(row for row in rows if row["what"].startswith("checkpoint all, inputs"))
     remedies = {
-        "keep every activation": nothing,
+        "keep all activations": nothing,
         f"{free['layers']} of 20 whole layers offloaded": free,
         f"`memory_budget`, {cheap['what'].removeprefix('budget ')}": cheap,
         f"`memory_budget`, {near['what'].removeprefix('budget ')}": near,

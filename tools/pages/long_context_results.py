@@ -21,7 +21,7 @@ LENGTHS = {
     "plan": "this library's plan",
 }
 LIMITED = {
-    "nothing": ("nothing", INK),
+    "nothing": ("keep all", INK),
     "checkpointing": ("checkpointing", COLORS["forward"]),
     "hf_offload": ("Hugging Face's offloaded checkpoints", COLORS["backward"]),
     "inputs": ("this library", COLORS["offload"]),
@@ -173,7 +173,7 @@ def _where(rows: list[Row], *, by_row: bool = False) -> str:
     record = read("long_context")
     return (
         f"{record['hardware']['gpu']}, {torch_of(record)}; Llama-3.1-8B's shape in bfloat16, random weights, forward "
-        f"and backward. Measured {measured_on(rows, record, by_row=by_row)}."
+        f"and backward; {measured_on(rows, record, by_row=by_row)}."
     )
 
 

@@ -64,7 +64,7 @@ def never_slower_table(_page: Path) -> str:
         nothing = of_model[0]["nothing"]
         kept = f"{ms(nothing['step_s'])} ms, {gib1(nothing['peak_bytes'])} GiB"
         cells_of = {column: ratios.get(column, "") for column in columns}
-        shown.append({"model": name, **cells_of, "nothing offloaded": kept})
+        shown.append({"model": name, **cells_of, "keep all": kept})
     said = where(record, rows, by_row=False) + _counts(found) + _bits(rows)
     most, name = max((max(row["times_s"]) / min(row["times_s"]) - 1, row["model"]) for row in rows)
     unsteady = f"Two times of the same row differ by up to {most:.0%} ({NAMES[name]})."
@@ -129,7 +129,7 @@ def _named(row: Row) -> str:
 
 WAYS = {
     "plan by hand": "a plan for the longest batch, by hand",
-    "nothing": "nothing offloaded",
+    "nothing": "keep all",
     "gradient checkpointing": "checkpointing of every layer",
 }
 VARYING: Columns = {

@@ -37,6 +37,11 @@ def more(ratio: float) -> str:
     return f"{round(100 * (ratio - 1), 1) + 0.0:+.1f}%".replace("-", "−")
 
 
+def way_of(what: str) -> str:
+    """A way to run a step as the pages name it: that of records in which nothing is offloaded, and any other."""
+    return "keep all" if what == "nothing" else what
+
+
 def torch_of(record: Mapping[str, Any]) -> str:
     """PyTorch's version in a record, without what it was built for."""
     version: str = record["versions"]["torch"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from blocks import Columns, Row, cells, link_to, markdown_table, picture, read, row_of, table
 from drawing import NARROW_INCHES, WIDE_INCHES, draw_bars
-from page_text import GIB, day_of, gib, gib1, link_of, ms, percent, torch_of
+from page_text import GIB, day_of, gib, gib1, link_of, ms, percent, torch_of, way_of
 
 from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.base.checks import format_bytes
@@ -62,11 +62,11 @@ def workload_table(workload: str, _page: Path) -> str:
     said = "".join(f"\nFails: {'; '.join(who)}, with `{error}`.\n" for error, who in names.items())
     said += f"\nNot measured: {', '.join(missing)}.\n" if missing else ""
     columns: Columns = {
-        "": ("contender", ""),
+        "": ("contender", way_of),
         "step, ms": lambda row: (
             f"{ms(row['step_s'])}\u00a0±\u00a0{row['spread_s'] * 500:.0f}" if "step_s" in row else "fails"
         ),
-        "against nothing": ("step_s", lambda step_s: f"{step_s / kept_s:.2f} ×" if kept_s else ""),
+        "against keep all": ("step_s", lambda step_s: f"{step_s / kept_s:.2f} ×" if kept_s else ""),
         "activation peak, GiB": ("peak_bytes", gib),
         "copied each way, GiB": ("copied_bytes", gib),
         "against the limit": lambda row: (
@@ -87,7 +87,7 @@ def workload_table(workload: str, _page: Path) -> str:
     where = (
         f"{read('suite')['hardware']['gpu']}, {link_of(run['link'])}, {day_of(run)}, commit {run['commit'][:7]}{size}."
     )
-    return f"{where}\n\n{markdown_table(shown, left=1, answer=('against nothing', 'activation peak, GiB'))}\n{said}"
+    return f"{where}\n\n{markdown_table(shown, left=1, answer=('against keep all', 'activation peak, GiB'))}\n{said}"
 
 
 for block, of in WORKLOADS.items():
@@ -193,14 +193,14 @@ def _others() -> list[Row]:
 
 def said() -> str:
     """The picture in words."""
-    rows = (f"{row['contender']}: {ms(row['step_s'])} ms, {gib1(row['peak_bytes'])} GiB" for row in _others())
+    rows = (f"{way_of(row['contender'])}: {ms(row['step_s'])} ms, {gib1(row['peak_bytes'])} GiB" for row in _others())
     return f"Bars of step time and activation peak of a Hugging Face Llama. {'; '.join(rows)}."
 
 
 def draw(*, narrow: bool = False) -> Figure:
     """Step and peak of one model, with other ways to offload and with this library."""
     rows = _others()[::-1]
-    names = [fill(row["contender"], 24) if narrow else row["contender"] for row in rows]
+    names = [fill(way_of(row["contender"]), 24 if narrow else 99) for row in rows]
     colors = [FAMILY_COLORS[row["family"]] for row in rows]
     figure = new_figure((NARROW_INCHES, 6.6) if narrow else (WIDE_INCHES, 3.4))
     panels = figure.subplots(*((2, 1) if narrow else (1, 2)), sharey=not narrow)
