@@ -8,10 +8,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from textwrap import fill
 from typing import Any
 
@@ -136,7 +138,7 @@ def _in_float32(training: TrainingBytes) -> str:
 
 
 def _rounded_down(nbytes: int) -> str:
-    return f"{nbytes * 10 // 2**30 / 10}GiB" if nbytes >= 2**30 else f"{nbytes // 2**20}MiB"
+    return f"{nbytes * 10 // 2**30 / 10:g}GiB" if nbytes >= 2**30 else f"{nbytes // 2**20}MiB"
 
 
 def _device_bytes() -> int:
@@ -156,8 +158,12 @@ def main(words: Sequence[str] | None = None) -> int:
     except (ImportError, ValueError, TypeError, OSError) as error:
         sys.stderr.write(f"offload plan: {error}\n")
         return 2
-    sys.stdout.write(json.dumps(values, indent=1) if options.json else text)
-    sys.stdout.write("\n")
+    try:
+        sys.stdout.write(f"{json.dumps(values, indent=1) if options.json else text}\n")
+        sys.stdout.flush()
+    except BrokenPipeError:  # a reader such as ``head`` has seen enough; Python would write the rest when it ends
+        with Path(os.devnull).open("w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
     return 0 if values["ok"] else 1
 
 

@@ -1,6 +1,7 @@
 """``python -m offload plan``: what to do with a model, by its config."""
 
 import json
+import os
 import re
 import runpy
 import sys
@@ -40,6 +41,14 @@ def counted_once(monkeypatch):
 def asked(capsys, *words, status=0):
     assert main(["plan", *words, "--json"]) == status
     return json.loads(capsys.readouterr().out)
+
+
+def test_a_reader_may_see_enough(monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", pipe)
+        assert main(["plan", *LLAMA, "--memory=80GiB"]) == 0
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +121,7 @@ def test_a_limit_of_the_host_is_in_the_call(capsys, model, share, call):
     words = [*LLAMA, f"--memory={int(usable / 0.92)}B", "--host-memory=2GiB"]
     found = asked(capsys, *words)
     assert found["write"].startswith(call)
-    assert ', max_host_bytes="2.0GiB"' in found["write"]
+    assert ', max_host_bytes="2GiB"' in found["write"]
     assert main(["plan", *words]) == 0
     lines = capsys.readouterr().out.partition("\ndo ")[2].partition("\n\n")[0].splitlines()
     assert " ".join(line.strip() for line in lines) == found["write"]
