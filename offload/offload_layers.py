@@ -60,7 +60,7 @@ class OffloadedLayers(Handle):
         self._hooks.remove()
 
     def stats(self) -> OffloadStats:
-        """A frozen snapshot of what was offloaded so far."""
+        """The counters so far, a frozen :class:`~offload.OffloadStats`."""
         return self._hooks.context.stats()
 
     def regions(self, layer: int = 0) -> dict[str, str]:
@@ -70,8 +70,12 @@ class OffloadedLayers(Handle):
         return {} if found is None else found.by_name()
 
     def __repr__(self) -> str:
-        state = "" if self._hooks.active else ", removed"
-        return f"OffloadedLayers({self._hooks.names} in {self._hooks.context!r}{state})"
+        if isinstance(self._hooks, FollowPlan) or self._plan is not None:  # of which a schedule is a part
+            parts = [self._hooks.names, *([repr(self.plan)] if self.plan else [])]
+        else:
+            parts = [f"{self._hooks.names} in {self._hooks.context!r}"]
+        parts += [self.state] * (self.state != "following")
+        return f"OffloadedLayers({', '.join(parts)})"
 
 
 def offload_layers(

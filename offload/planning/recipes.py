@@ -86,6 +86,10 @@ class TrainingPlan:
         least = min(one.device_bytes for one in within)
         return next(one for one in within if one.device_bytes <= (1 + MARGIN) * least)
 
+    def __repr__(self) -> str:
+        fits = sum(not one.reason for one in self.recipes)
+        return f"<TrainingPlan: {fits} of {len(self.recipes)} recipes fit into {format_bytes(self.memory_budget)}>"
+
     def __str__(self) -> str:
         head = f"{'weights':<10}{'gradients':<11}{'optimizer':<11}{'state on device':>16}{'on host':>12}"
         lines = [f"{head}{'step':>10}{'device':>12}{'host':>12}"]

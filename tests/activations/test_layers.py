@@ -360,6 +360,16 @@ def test_repr() -> None:
     assert repr(handle).endswith("device='cpu'), removed)")
 
 
+def test_repr_within_a_budget() -> None:
+    layers, x = build("decoder", LAYERS, torch.device("cpu"))
+    with offload_layers(layers, memory_budget="64MiB", min_bytes=1) as handle:
+        assert repr(handle) == "OffloadedLayers(DecoderBlock, measuring)"
+        for _ in range(3):
+            loss_of(through(layers, x)).backward()
+        assert repr(handle) == f"OffloadedLayers(DecoderBlock, {handle.plan!r})"
+    assert repr(handle).endswith(", removed)")
+
+
 def test_refuses_to_be_applied_twice(device: torch.device) -> None:
     layers, x = build("decoder", LAYERS, device)
     expected = step_gradients(layers, x)

@@ -1,6 +1,7 @@
 """A whole training within a memory budget: the same parameters whatever recipe is in place, and when it changes."""
 
 import gc
+import re
 import sys
 import weakref
 from collections.abc import Callable
@@ -422,6 +423,7 @@ def test_once_removed_and_deleted_nothing_waits_for_the_collector(lab: Lab, monk
             optimizer.step()
             optimizer.zero_grad()
         assert "chosen" in str(prepared.plan)
+        assert re.fullmatch(r"<TrainingPlan: \d of \d recipes fit into 1\.00 GiB>", repr(prepared.plan))
         assert prepared.recipe.weights == "resident"
         assert prepared.activations is not None
     assert len(measured) == 1
