@@ -81,7 +81,7 @@ def prepare(
             forward raises an error if it calls the lists in another order than the model has them in.
         device: Where to train; ``None`` is the current accelerator, and the CPU where there is none.
         state_dtype: ``torch.float32`` holds optimizer state in float32 and steps in float32, for parameters of 16 bits;
-            ``None`` leaves that to the optimizer. See :func:`stream_optimizer`.
+            ``None`` leaves that to the optimizer. Load a checkpoint after this call. See :func:`stream_optimizer`.
         master_weights: Whether to step float32 weights, as :func:`stream_optimizer` does; needs ``state_dtype``.
         step_in_backward: Whether parameters may be stepped in backward, as soon as their gradients are complete. Then
             gradients need no memory of their own. Leave it out with clipping or ``GradScaler``; with accumulation, use
@@ -99,6 +99,7 @@ def prepare(
     Raises:
         ValueError: No recipe fits; the message says how much device memory and host memory each would need. The layers
             were not found, or the optimizer does not hold the model's parameters. Nothing has been changed.
+        TypeError: An argument is of another type; the message says which, and what to give.
     """
     check_type("model", model, nn.Module, "a module")
     optimizers: list[Any] = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]

@@ -134,7 +134,11 @@ class PreparedTraining(Handle, MemoryLeft):
         return None if self._activations is None else self._activations.plan
 
     def stats(self) -> dict[str, OffloadStats | OptimizerStats | WeightStats]:
-        """Snapshots of the copies of each part that is in use: ``"activations"``, ``"optimizer"``, ``"weights"``."""
+        """Counters of each part that is in use.
+
+        Under ``"activations"`` an :class:`~offload.OffloadStats`, under ``"optimizer"`` an
+        :class:`~offload.OptimizerStats`, under ``"weights"`` a :class:`~offload.WeightStats`.
+        """
         found: dict[str, OffloadStats | OptimizerStats | WeightStats] = {}
         if self._activations is not None:
             found["activations"] = self._activations.context.stats()

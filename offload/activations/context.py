@@ -274,7 +274,7 @@ class OffloadContext(ContextDecorator):
                 opened.in_graph = False
 
     def stats(self) -> OffloadStats:
-        """A frozen snapshot of what has moved so far."""
+        """The counters so far, a frozen :class:`~offload.OffloadStats`."""
         return self._transfers.stats() if self.enabled else OffloadStats()
 
     def limit_host(self, max_host_bytes: int | None) -> None:

@@ -101,7 +101,7 @@ class StreamedOptimizer(Handle):
         return "removed" if self._stepper is None else "following"
 
     def stats(self) -> OptimizerStats:
-        """A snapshot of the copies so far."""
+        """The counters so far, a frozen :class:`~offload.OptimizerStats`."""
         return OptimizerStats(**self._counters)
 
     def remove(self, *, on_device: bool = True) -> None:
@@ -258,8 +258,9 @@ def stream_optimizer(
         resident_bytes: The most state that remains on the device, of whole parameters: the optimizer's first one, whose
             copies come at the end of backward and cannot be hidden, and others spread over the model.
         state_dtype: ``torch.float32`` steps parameters of 16 bits in float32: parameters and gradients of a chunk are
-            converted, and the new parameters are rounded back. The state is float32 then. ``None`` leaves the state as
-            the optimizer makes it, which is in the parameter's dtype in PyTorch.
+            converted, and the new parameters are rounded back. The state is float32 then. Load a checkpoint after this
+            call: before it, PyTorch rounds the state. ``None`` leaves the state as the optimizer makes it, which is in
+            the parameter's dtype in PyTorch.
         master_weights: Step float32 weights, of which bfloat16 parameters are the nearest numbers. The state has the
             remaining 16 bits of each. Needs ``state_dtype=torch.float32``.
         in_backward: Step each parameter during backward, as soon as its gradient is complete; ``optimizer.step()`` then

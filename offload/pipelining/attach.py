@@ -187,7 +187,7 @@ class PipelineOffload(Handle):
         return {} if policies is None else policies[layer].by_name()
 
     def stats(self) -> OffloadStats:
-        """A frozen snapshot of what was offloaded so far."""
+        """The counters so far, a frozen :class:`~offload.OffloadStats`."""
         return self._transfers.stats()
 
     def __repr__(self) -> str:

@@ -124,7 +124,7 @@ class StreamedWeights(Handle):
         return "removed" if self._stream is None else "following"
 
     def stats(self) -> WeightStats:
-        """A snapshot of the copies so far."""
+        """The counters so far, a frozen :class:`~offload.WeightStats`."""
         return WeightStats(**self._counters)
 
     def remove(self) -> None:
