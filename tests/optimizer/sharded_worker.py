@@ -5,7 +5,9 @@ Run as ``python sharded_worker.py RANK WORLD_SIZE DEVICE FOLDER``; it leaves its
 
 import copy
 import functools
+import sys
 import warnings
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import build, loss_of, plain_steps, stream
 
 import offload
+from offload.planning.training_bytes import RECIPES
 
 STEPS = 6
 adamw = functools.partial(torch.optim.AdamW, lr=1e-2, fused=True)
@@ -58,7 +61,7 @@ def train(make_model, rank, world, device, streamed, *, microbatches=1, clip=Fal
     handle = stream(optimizer, **options) if streamed else None
     if budget is not None:
         layers = [one for one in model.modules() if isinstance(one, nn.Linear)]
-        handle = offload.prepare(model, optimizer, budget, layers=layers, device=device, min_bytes=0)
+        handle = offload.prepare(model, optimizer, budget, layers=layers, device=device, min_bytes=0, **options)
     for number in range(STEPS):
         for microbatch in range(microbatches):
             last = microbatch == microbatches - 1
@@ -134,6 +137,15 @@ def prepared(rank, world, device):
     return found
 
 
+def prepared_in_backward(rank, world, device):
+    expected = parts(*train(sharded, rank, world, device, False, microbatches=2)[:2])
+    options = {"microbatches": 2, "budget": "100KiB", "step_in_backward": True}
+    consumed = [one for one in RECIPES if one.gradients == "consumed"]  # whatever is the fastest of this small model
+    with patch.object(sys.modules["offload.prepare"], "RECIPES", consumed):
+        model, optimizer, handle = train(sharded, rank, world, device, False, **options)
+    return expected, parts(model, optimizer), handle.recipe, handle.stats()["optimizer"]
+
+
 def removed(rank, world, device):
     model, optimizer, handle = train(sharded, rank, world, device, True)
     handle.remove()
@@ -174,7 +186,7 @@ def find(rank, world, device):
             model, optimizer, handle = train(make_model, rank, world, device, streamed, **options)
             found[name].append(parts(model, optimizer))
         found[name].append(handle.stats())
-    for case in (in_backward_of_ddp, checkpointed, prepared, removed, sums_left):
+    for case in (in_backward_of_ddp, checkpointed, prepared, prepared_in_backward, removed, sums_left):
         found[case.__name__] = case(rank, world, device)
     dist.barrier()
     return found

@@ -61,6 +61,14 @@ def test_whole_recipes(ranks: Found) -> None:
             assert state_bytes == 8 * elements // (2 if number < 2 else 1)
 
 
+def test_a_recipe_that_steps_in_backward(ranks: Found) -> None:
+    for rank in ranks:
+        expected, found, recipe, stats = rank["prepared_in_backward"]
+        assert_same(expected, found)
+        assert recipe.gradients == "consumed"
+        assert stats.backward_chunks > 0
+
+
 def test_remove_shards_the_state_again(ranks: Found) -> None:
     for rank in ranks:
         found = rank["removed"]
