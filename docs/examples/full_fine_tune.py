@@ -20,12 +20,10 @@ parser.add_argument("model", nargs="?", help="a name on Hugging Face's Hub, or a
 parser.add_argument("--text", type=Path, help="what to train on; by default random tokens")
 parser.add_argument("--tokens", type=int, default=64 if on_cpu else 8192, help="in one step")
 parser.add_argument("--steps", type=int, default=8)
-parser.add_argument("--memory-budget", help="all GPU memory of the training; by default what the GPU has")
+parser.add_argument("--memory-budget", default="20MiB" if on_cpu else "auto", help="all GPU memory of the training")
 parser.add_argument("--max-host-bytes", default="100GiB", help="all pinned host memory")
 parser.add_argument("--out", help="a folder for the trained model")
 arguments = parser.parse_args()
-if arguments.memory_budget is None:
-    arguments.memory_budget = "20MiB" if on_cpu else torch.cuda.mem_get_info()[0]  # bytes that nobody has
 
 torch.manual_seed(0)
 if arguments.model:  # it is loaded on the CPU: prepare() moves what belongs on the GPU
