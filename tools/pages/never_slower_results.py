@@ -90,9 +90,9 @@ def _counts(found: list[Row]) -> str:
         return sum(abs(row[name] / row[measured] - 1) <= within for row in both)
 
     return said + (
-        f" Of {len(both)} plans, {near('predicted_s', 'step_s', 0.05)} tell the step to 5% "
+        f" Of {len(both)} plans, {near('predicted_s', 'step_s', 0.05)} predict the step within 5% "
         f"({near('first_predicted_s', 'step_s', 0.05)} before it was timed), and "
-        f"{near('predicted_peak_bytes', 'peak_bytes', 0.02)} the peak to 2%."
+        f"{near('predicted_peak_bytes', 'peak_bytes', 0.02)} the peak within 2%."
     )
 
 
