@@ -137,7 +137,7 @@ class LayerPolicies(RegionPolicies):
         return {} if self.last is None else self.last.by_name(self)
 
     def share(self, memories: Collection[Hashable]) -> None:
-        """Let inputs that are in these memories stay on the device in any case, and count none of them."""
+        """Keep inputs that are in these memories on the device in any case, and count none of them."""
         self.resident = [one in memories for one in self.given]
         places = {place for place, stays in enumerate(self.resident) if stays}
         self.costs = tuple(replace(one, nbytes=0) if place in places else one for place, one in enumerate(self.costs))

@@ -69,7 +69,7 @@ class RegionPolicies:
     def __init__(self, patterns: Mapping[str, Policy], *, measures: bool) -> None:
         self.patterns = patterns
         self.measures = measures
-        self.resident: list[bool] = []  # of each input among the regions, whether it stays on the device in any case
+        self.resident: list[bool] = []  # of each input among the regions, whether it is kept on the device in any case
         self.follow_patterns()
 
     def follow_patterns(self) -> None:

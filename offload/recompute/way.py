@@ -65,7 +65,7 @@ class Way:
         """Numbers of the tensors behind it whose memory the layer has computed, and not saved before."""
         self.saved_inputs: frozenset[int] = frozenset()
         """Numbers of the inputs that autograd saves, and that are offloaded."""
-        self.resident: set[int] = set()  # the storages of inputs that stay on the device in any case
+        self.resident: set[int] = set()  # the storages of inputs that are kept on the device in any case
         self.rest = KEEP  # what happens to what is saved after the operation from which the way depends on data
         self.unproven_sizes = PROVEN_SIZES  # how many sizes that were not learned are still to be proven
         self.sizes: Sizes = ()
