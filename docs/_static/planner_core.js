@@ -256,6 +256,8 @@ globalThis.offloadPlanner = (() => {
       const ways = [...found.slice(0, -1).map(({ kept }) => ({ kept, offloaded: kept })), null];
       const table = [false, true].map((offloads) => ways.map((way) => layerCosts(layer, way, link, offloads)));
       Object.assign(this, { profile, link, count, ways, table, levels: [0], mostBytes: 0, mostHostBytes: Infinity });
+      const saved = savedOf(layer.regions), shared = ({ recomputable, reads, nbytes }) => !recomputable && !reads.length && !nbytes;
+      this.allButShared = !profile.whole && layer.regions.some(shared) ? { kept: saved, offloaded: saved } : null;
       for (let way = 0; way < found.length - 1; this.levels.push(way)) { // along the convex hull
         const above = range(found.length - way - 1).map((more) => way + more + 1), from = found[way];
         way = above.reduce((best, one) => (gain(from, found[one]) >= gain(from, found[best]) ? one : best));
@@ -273,7 +275,7 @@ globalThis.offloadPlanner = (() => {
 
     policies({ k, ways }) {
       const resident = (policy) => policy && { kept: policy.kept, offloaded: new Set() };
-      return ways.map((way, number) => (number < k ? this.ways[way] : resident(this.ways[way])));
+      return ways.map((way, number) => (number < k ? this.ways[way] ?? this.allButShared : resident(this.ways[way])));
     }
 
     whole(k) {
