@@ -1,4 +1,9 @@
-"""Skips tests that need more GPUs than the machine has; gives the others their device."""
+"""Skips tests that need more GPUs than the machine has; gives the others their device.
+
+PyTorch is imported where tests run: the process that hands them out to others would start those seconds later.
+"""
+
+from __future__ import annotations
 
 import fcntl
 import functools
@@ -9,18 +14,14 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
-from lab import Lab
 
-from offload.device.select import get_backend, resolve_device
-from offload.host import pool as host_pool
-from offload.measuring import follow_plan
-
-# Budgets measure the link of a device once in a run: each time takes a third of a second on the CPU.
-follow_plan.measure_link = functools.cache(follow_plan.measure_link)
+if TYPE_CHECKING:
+    import torch
+    from lab import Lab
 
 # Read when CUDA starts: cuBLAS adds in the same order each time only with a workspace of fixed size.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -32,10 +33,6 @@ os.environ.setdefault("OUTSIDE_SEED", str(int.from_bytes(os.urandom(3))))
 def pytest_report_header() -> str:
     return f"OUTSIDE_SEED={os.environ['OUTSIDE_SEED']} repeats the samples of tests/outside/ and of test_faults.py"
 
-
-# Autograd's first backward decides whether devices need threads, which a forked child cannot have. Fake tensors pretend
-# that there is a GPU: a process whose first test uses some would have such threads.
-torch.ones(1, requires_grad=True).sum().backward()
 
 # What is imported until all tests are collected stays; to look through it again and again takes a second.
 gc.disable()
@@ -146,10 +143,17 @@ def _gpus_needed(item: pytest.Item) -> int:
     return max(needed, default=0)
 
 
+@functools.cache
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     needed = _gpus_needed(item)
-    if needed > torch.cuda.device_count():
-        pytest.skip(f"needs {needed} CUDA device(s), found {torch.cuda.device_count()}")
+    if needed > (there := _gpus()):
+        pytest.skip(f"needs {needed} CUDA device(s), found {there}")
 
 
 @contextmanager
@@ -169,10 +173,24 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Where workers run GPU tests side by side, those marked ``alone`` wait for the others, and the others for them."""
     if not any(map(item.get_closest_marker, ("slow", "nightly", "gpu", "multigpu", "timeout"))):
         item.add_marker(pytest.mark.timeout(FAST_S[0]))
-    if not 0 < _gpus_needed(item) <= torch.cuda.device_count():
+    if not 0 < _gpus_needed(item) <= _gpus():
         return (yield)
     with turn_on_gpu(alone=item.get_closest_marker("alone") is not None):
         return (yield)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def begun() -> None:
+    """What each process that runs tests does once."""
+    import torch
+
+    from offload.measuring import follow_plan
+
+    # Budgets measure the link of a device once in a run: each time takes a third of a second on the CPU.
+    follow_plan.measure_link = functools.cache(follow_plan.measure_link)
+    # Autograd's first backward decides whether devices need threads, which a forked child cannot have. Fake tensors
+    # pretend that there is a GPU: a process whose first test uses some would have such threads.
+    torch.ones(1, requires_grad=True).sum().backward()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -185,6 +203,10 @@ def nothing_old_to_look_through() -> None:
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """Each device that the library has a backend for; kernels give the same bits each time."""
+    import torch
+
+    from offload.device.select import resolve_device
+
     if request.param == "cpu":
         yield torch.device("cpu")
         return
@@ -199,6 +221,11 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 @pytest.fixture
 def lab(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
     """The device with a host pool of its own, and the means to disturb it."""
+    from lab import Lab
+
+    from offload.device.select import get_backend
+    from offload.host import pool as host_pool
+
     monkeypatch.setattr(host_pool, "_pools", {})
     backend = get_backend(device)
     made = Lab(backend, monkeypatch)
