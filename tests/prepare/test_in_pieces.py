@@ -1,6 +1,7 @@
 """The loss in chunks and MLPs in tiles: only where nothing fits without, and where the model allows it."""
 
 import copy
+import functools
 import logging
 from typing import Any
 
@@ -57,6 +58,11 @@ def train(model: Any, budget: int | None, loss_of: Any = loss_of, **options: Any
     return losses, held + meter.peak_bytes, prepared
 
 
+@functools.cache
+def losses_without_a_budget(loss_of: Any = loss_of) -> list[float]:
+    return train(llama(), None, loss_of)[0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "budget", "said"),
@@ -85,7 +91,7 @@ def test_measured_steps_tell_what_sizes_do_not(
     """And nobody says of a recipe that its activations do not fit before another one was chosen."""
     caplog.set_level(logging.INFO, "offload.prepared")
     monkeypatch.setattr("offload.measuring.in_pieces.LOGIT_BYTES", 0)
-    expected, _, _ = train(llama(), None)
+    expected = losses_without_a_budget()
     with pytest.warns(UserWarning, match=WARNING), pytest.warns(UserWarning, match="was broken: a microbatch needed 2"):
         found, _, prepared = train(llama(), 12 << 20)
     assert found == pytest.approx(expected, rel=1e-5)
@@ -102,7 +108,7 @@ def test_measured_steps_tell_what_sizes_do_not(
 )
 def test_what_no_recipe_helps_is_said_once(loss_of: Any, allowed: bool) -> None:
     """Nor is anything measured again where the program calls the model's parts: pieces could not begin."""
-    expected, _, _ = train(llama(), None, loss_of)
+    expected = losses_without_a_budget(loss_of)
     with pytest.warns(UserWarning, match="cannot be met") as said:
         found, _, prepared = train(llama(), 12 << 20, loss_of, in_pieces=allowed)
     assert found == expected
