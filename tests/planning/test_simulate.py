@@ -131,6 +131,12 @@ class TestLink:
         assert (out.end_s, back.end_s) == pytest.approx((3 + out_s, 3 + back_bytes / 60))
 
 
+def test_the_tensor_that_was_saved_last_is_reloaded_first():
+    timeline = simulate(Schedule.default(1, 3), Profile((LayerProfile(1.0, 2.0, 7, (1, 2, 4)),) * 3), PCIE)
+    assert [span.nbytes for span in timeline.lane("d2h")] == [1, 2, 4]
+    assert [span.nbytes for span in timeline.lane("h2d")] == [4, 2, 1]
+
+
 def test_loss_and_the_rest_of_the_step():
     profile = Profile((LayerProfile(1.0, 2.0, 100),) * 2, loss_s=0.5, other_s=0.25)
     spans = simulate(Schedule(2), profile, PCIE).lane("compute")
