@@ -378,6 +378,43 @@ def test_what_is_left_for_activations(lab: Lab, monkeypatch: pytest.MonkeyPatch)
         assert prepared.gradient_bytes() == model.embed.weight.nbytes + model.head.weight.nbytes
 
 
+def followed(model: Model, budget: int, most: int | None = None) -> offload.PreparedTraining:
+    """A training of equal microbatches that follows its plan."""
+    optimizer = adamw(model)
+    prepared = offload.prepare(model, optimizer, budget, most, device="cpu", min_bytes=0)
+    for _ in range(5):
+        model(torch.ones(1, 4, dtype=torch.long)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert prepared.state == "following"
+    return prepared
+
+
+def test_activations_are_left_no_memory_of_state_that_the_host_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PREPARE, "RECIPES", (STREAMED,))
+    model = Model()
+    weights = weight_bytes(model)
+    with followed(model, 5 * weights, weights) as prepared:
+        assert prepared.activations is not None
+        on_device = prepared.plan.chosen.state_bytes[0]
+        assert on_device > weights // 2
+        assert prepared.activations.memory_budget <= 5 * weights - weights - on_device
+
+
+def test_activations_are_planned_for_the_link_that_the_recipe_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PREPARE, "RECIPES", (STREAMED,))
+    left = offload.Link(1e9, 1e9, 1.5e9)
+
+    def leaves_less(*given: Any) -> offload.TrainingPlan:
+        made = plan_recipes(*given)
+        return replace(made, recipes=tuple(replace(one, plan=replace(one.plan, link=left)) for one in made.recipes))
+
+    monkeypatch.setattr(PREPARED, "plan_recipes", leaves_less)
+    with followed(Model(), 1 << 30) as prepared:
+        assert prepared.activations is not None
+        assert prepared.activations.link == left
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
