@@ -189,11 +189,11 @@ class DeviceLeft(GivenMemory):
 
 
 def bytes_of_gradients(parameters: Iterable[torch.Tensor], device: torch.device) -> int:
-    """The gradients that parameters have on a device; of sharded ones, this rank's part."""
+    """The gradients that parameters have on a device; of sharded ones, this rank's part, and sparse ones as nothing."""
     # Each microbatch asks for all of them: a plain one is its own part. An alias would wait for its step.
     gradients = (parameter.grad for parameter in parameters if parameter.is_leaf)
     there = (one for one in gradients if one is not None and not isinstance(one, FreedGradient))
-    here = (one for one in there if one.device == device)
+    here = (one for one in there if one.device == device and one.layout is torch.strided)
     return sum((local(one) if hasattr(one, "to_local") else one).nbytes for one in here)
 
 

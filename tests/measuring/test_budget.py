@@ -91,6 +91,25 @@ def test_weights_of_a_functional_call(lab: Lab) -> None:
         assert handle.plan is not None
 
 
+def test_sparse_gradients(lab: Lab) -> None:
+    """They have no ``nbytes``, and lie in ``grad`` when the next microbatch begins."""
+    layers, _ = build("decoder", LAYERS, lab.device)
+    embedding, ids = nn.Embedding(9, WIDTH, sparse=True), torch.arange(8).view(2, 4)
+
+    def step() -> list[torch.Tensor]:
+        for one in (embedding, layers):
+            one.zero_grad()
+        for _ in range(2):
+            through(layers, embedding(ids)).square().sum().backward()
+        return [embedding.weight.grad.to_dense(), *(one.grad for one in layers.parameters())]
+
+    expected = step()
+    with budgeted(layers, lab, "1MiB") as handle:
+        for _ in range(3):
+            assert_same(expected, step())
+        assert handle.plan is not None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.65, 0.8, 2.0])
 def test_steps_are_right_and_a_plan_is_followed(share: float, lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
