@@ -16,7 +16,7 @@ from offload.activations.copies import Transfers
 from offload.activations.handles import DroppedHandle, KeptHandle, SavedHandle
 from offload.activations.what_moves import Rules, decide
 from offload.base.tensors import plain_memory
-from offload.base.torch_private import address_of, is_compiled, leave_modes, next_node, without_modes
+from offload.base.torch_private import address_of, is_compiled, leave_modes, next_node, pop_hooks, without_modes
 from offload.device.cuda import CaptureError
 from offload.recompute.layer_inputs import LayerInputs, changed_argument, same_layout
 from offload.recompute.layer_policies import InputKind, LayerPolicies
@@ -183,37 +183,42 @@ class RegionSet(ActivationSet):
         blind, sized, stays = frame is None or frame.blind, self._sized, self._stays
         # Autograd holds the pack hook as long as anything that it has packed: nothing may be left in a variable here.
         made: list[SavedHandle] = []
-        tensor = yield None
-        for number, (node, shape, stride, dtype, policy) in enumerate(way.expected[: way.limit]):
-            now = next_node()
-            if known.operation and now != known.node:
-                self._end_operation()
-            if (
-                (now - first != node and not blind)
-                or (tensor.shape != shape and not sized)
-                or tensor.dtype is not dtype
-                or (stride is not None and tensor.stride() != stride and not same_layout(tensor, shape, stride, sized))
-            ):
-                break
-            self._number = number + 1
-            if policy is RECOMPUTE and frame is not None:
-                if sized:
-                    frame.dropped[number] = tensor.shape, dtype
-                del tensor  # else it would be held until the next one is saved
-                tensor = yield DroppedHandle(frame, number)
-                continue
-            handle = KeptHandle(tensor, token) if policy is KEEP or stays else self.pack(tensor)
-            if stride is not None and frame is not None:
-                frame.kept[number] = handle.unpack
-            made.append(handle)
-            del tensor, handle
-            tensor = yield made.pop()
-        while True:
-            if known.operation and next_node() != known.node:
-                self._end_operation()
-            made.append(self._pack_unexpected(tensor, way, frame))
-            del tensor
-            tensor = yield made.pop()
+        try:
+            tensor = yield None
+            for number, (node, shape, stride, dtype, policy) in enumerate(way.expected[: way.limit]):
+                now = next_node()
+                if known.operation and now != known.node:
+                    self._end_operation()
+                if (
+                    (now - first != node and not blind)
+                    or (tensor.shape != shape and not sized)
+                    or tensor.dtype is not dtype
+                    or (stride and tensor.stride() != stride and not same_layout(tensor, shape, stride, sized))
+                ):
+                    break
+                self._number = number + 1
+                if policy is RECOMPUTE and frame is not None:
+                    if sized:
+                        frame.dropped[number] = tensor.shape, dtype
+                    del tensor  # else it would be held until the next one is saved
+                    tensor = yield DroppedHandle(frame, number)
+                    continue
+                handle = KeptHandle(tensor, token) if policy is KEEP or stays else self.pack(tensor)
+                if stride is not None and frame is not None:
+                    frame.kept[number] = handle.unpack
+                made.append(handle)
+                del tensor, handle
+                tensor = yield made.pop()
+            while True:
+                if known.operation and next_node() != known.node:
+                    self._end_operation()
+                made.append(self._pack_unexpected(tensor, way, frame))
+                del tensor
+                tensor = yield made.pop()
+        except KeyboardInterrupt:
+            # PyTorch ends no forward after it, so hooks would be left; and what has raised here packs nothing more.
+            pop_hooks(self.packing or self.pack)
+            raise
 
     def _pack_unexpected(self, tensor: torch.Tensor, way: Way, frame: Frame | None) -> SavedHandle:
         """A tensor that is saved where the way depends on data, or that was not learned."""

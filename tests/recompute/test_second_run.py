@@ -1895,6 +1895,28 @@ def test_an_interrupt_leaves_nothing_of_a_second_run(
         assert "recompute" in handle.regions(0).values()
 
 
+@pytest.mark.parametrize("number", [0, 2])
+def test_an_interrupt_before_a_tensor_is_packed_leaves_no_hooks(number: int, lab: Lab) -> None:
+    """What the program computes next, in front of all layers, would be packed by them."""
+    layers, x = build("decoder", LAYERS, lab.device)
+    model = nn.ModuleList([nn.Linear(WIDTH, WIDTH, device=lab.device), *layers])
+    expected = step(model, x)
+
+    def interrupt(*_: object) -> None:
+        pack, _ = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        pack.__self__.throw(KeyboardInterrupt)  # a signal that came in an operation is told where Python runs next
+
+    with offloaded(layers, lab) as handle:
+        assert_same(expected, step(model, x))
+        hook = [*layers[1].modules()][1 + number].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            step(model, x)
+        hook.remove()
+        for _ in range(2):
+            assert_same(expected, step(model, x))
+        assert "recompute" in handle.regions(0).values()
+
+
 _SCRATCH = [0]
 
 
