@@ -122,7 +122,7 @@ class BackwardSteps:
         self._flights: deque[tuple[list[torch.Tensor], Event, bool]] = deque()
         """Gradients in use beside compute, the event after which they are not, and whether ``parameter.grad`` of the
         program lacks them."""
-        self._runs: set[object] = set()
+        self.runs: set[object] = set()
         """Runs of autograd's engine that have given a gradient; with reentrant checkpoints they are nested. And the
         backward of streamed layers, which ends by itself."""
         self._holders = weakref.WeakSet[WeightHolder]()
@@ -151,12 +151,13 @@ class BackwardSteps:
         """A checkpoint was loaded: no parameter has made the next step, and nothing is left of a backward."""
         _drop_freed(self._seen)
         self._seen.clear()
-        self._runs.clear()
+        self.runs.clear()
         self._drop()
 
     def close(self) -> None:
-        """Take the hooks off."""
-        _drop_freed(self._seen)
+        """Take the hooks off. Parameters that have made the step have no gradient, so that nothing makes it again."""
+        for parameter in self._seen:
+            parameter.grad = None
         self._take_off()
         for holder in list(self._holders):
             holder.end_steps()
@@ -197,7 +198,7 @@ class BackwardSteps:
         store = self.stepper.store
         if not self.enabled or parameter.grad is None:  # autograd calls also where a function has returned no gradient
             return
-        if (run := this_backward()) not in self._runs:
+        if (run := this_backward()) not in self.runs:
             # First: an interrupt leaves no run that nothing ends.
             when_backward_ends(EndOfBackward(partial(self._end_backward, run)))
             self.begin_run(run)
@@ -224,16 +225,16 @@ class BackwardSteps:
 
     def begin_run(self, run: object) -> None:
         """A backward has its first gradient; :meth:`end_run` has to be called at its end."""
-        if run in self._runs:
+        if run in self.runs:
             return
-        if not self._runs:
+        if not self.runs:
             self.stepper.take_over()
             if not self._unwrapped:  # looking for wrappers takes long
                 _refuse_ddp(self._hooks)
                 self._unwrapped = True
             self.groups = {parameter: number for number, parameter in with_groups(self.stepper.optimizer)}
             self._room = self.stepper.chunk_bytes
-        self._runs.add(run)
+        self.runs.add(run)
 
     def step_layer(self, given: Mapping[torch.Tensor, Given], most_flights: int) -> Event | None:
         """Step parameters of one layer; returns the event after which the new weights are on the host."""
@@ -311,22 +312,22 @@ class BackwardSteps:
 
     def _end_backward(self, run: object, *, failed: bool) -> None:
         """A run of autograd's engine is over, or autograd frees it."""
-        freed = run not in self._runs
+        freed = run not in self.runs
         self.end_run(run, failed=failed)
         # A nested run is freed inside of the node that has begun it. The run of that node may have given no gradient.
-        if freed and self._seen and (outer := this_backward()) not in (-1, *self._runs):
+        if freed and self._seen and (outer := this_backward()) not in (-1, *self.runs):
             self.stepper.torn = CUT_OFF
-            self._runs.add(outer)
+            self.runs.add(outer)
             when_backward_ends(EndOfBackward(partial(self._end_backward, outer)))
 
     def end_run(self, run: object, *, failed: bool) -> None:
         """A run is over: at the end of the last, which is the outermost, compute waits for all steps."""
-        if run not in self._runs:
+        if run not in self.runs:
             return  # it has given no gradient, or a checkpoint was loaded since
-        self._runs.discard(run)
+        self.runs.discard(run)
         if failed:
             self._drop()
-        elif not self._runs:
+        elif not self.runs:
             self._step_waiting()
             while self._flights:
                 self._land()

@@ -16,7 +16,7 @@ from offload.activations.stats import Stats
 from offload.base.checks import check_type, format_bytes, parse_bytes, warn_caller
 from offload.base.layer_events import Handle, with_attribute
 from offload.base.tensors import check_values
-from offload.base.torch_private import interpreted
+from offload.base.torch_private import in_backward, interpreted
 from offload.device.cuda import CaptureError
 from offload.device.select import get_backend
 from offload.host.page_locked import HostMemoryError
@@ -111,11 +111,17 @@ class StreamedOptimizer(Handle):
         ``state_dtype`` gets the dtype of its parameter, as ``load_state_dict`` of an optimizer does it. With
         ``on_device=False`` the state remains on the host, as it is: for what does not fit on the device, and for an
         optimizer that steps no more. Where the device or the host has too little memory, as after an error that it had
-        none, the state remains there too, and a warning says so.
+        none, the state remains there too, and a warning says so. Parameters that backward has stepped have no gradient
+        then, so that ``optimizer.step()`` does not step them again.
         """
         stepper = self._stepper
         if stepper is None:
             return
+        if self._early is not None and self._early.runs and in_backward():
+            raise RuntimeError(
+                "the handle must be removed outside of backward with in_backward=True, but a backward runs that has "
+                "stepped some parameters; call remove() once backward() has returned."
+            )
         if self._forward is not None:
             self._forward.close()
         state = defaultdict(dict, dict(stepper.store.shown.items()))  # a look into it waits for the copies

@@ -21,6 +21,7 @@ from training import (
     batch,
     build,
     loss_of,
+    plain_steps,
     resident,
     stream,
     values,
@@ -138,6 +139,26 @@ def test_consumed_gradients_leave_nothing_where_no_step_follows(how: str, lab: L
     if how == "load":
         run.steps(range(2, 4))
         assert_same(resident(lab.device, range(4)), run.values)
+
+
+@pytest.mark.parametrize("consume", [False, True])
+def test_a_step_after_the_end_is_not_made_again(consume: bool, lab: Lab) -> None:
+    run = Training(lab.device, in_backward=True, consume_gradients=consume)
+    run.steps(range(2))
+    run.backward(2)
+    run.handle.remove()
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    plain_steps(run.model, run.optimizer, [3])
+    assert_same(resident(lab.device, range(4)), run.values)
+
+
+def test_the_handle_is_not_removed_while_backward_steps(lab: Lab) -> None:
+    run = Training(lab.device, in_backward=True)
+    run.steps(range(2))
+    run.model[2].register_full_backward_hook(lambda *_: run.handle.remove())
+    with pytest.raises(RuntimeError, match="the handle must be removed outside of backward"):
+        run.backward(2)
 
 
 def test_a_scaler_that_is_disabled_scales_nothing(lab: Lab) -> None:
