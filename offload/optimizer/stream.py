@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from offload.activations.stats import Stats
 from offload.base.checks import check_type, format_bytes, parse_bytes, warn_caller
@@ -28,6 +30,8 @@ from offload.optimizer.state import holder_of, holders_of, local, spread
 
 CHUNK_BYTES = 512 << 20  # of state: AdamW's for 64 Mi parameters, in float32
 MIN_CHUNKS = 8  # in which the state is streamed, if it is less than so many times the size of a chunk
+
+_REGISTER = "register_step_pre_hook"
 
 _streamed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
@@ -73,6 +77,7 @@ class StreamedOptimizer(Handle):
             optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(self._after_load),
         ]
+        vars(optimizer)[_REGISTER] = partial(_register_before, weakref.ref(optimizer), self._hooks[0])
         optimizer.state = stepper.store.shown
         _streamed.add(optimizer)
 
@@ -136,6 +141,7 @@ class StreamedOptimizer(Handle):
                         "Free some, then optimizer.load_state_dict(optimizer.state_dict()) moves it."
                     )
             optimizer.state = state
+            vars(optimizer).pop(_REGISTER, None)
             _streamed.discard(optimizer)
         for hook in self._hooks:
             hook.remove()
@@ -225,6 +231,17 @@ class StreamedOptimizer(Handle):
         if self._early is not None:
             self._early.forget()
         optimizer.state = stepper.store.shown
+
+
+def _register_before(
+    optimizer: weakref.ref[torch.optim.Optimizer], ours: RemovableHandle, hook: Callable[..., Any]
+) -> RemovableHandle:
+    """Call the program's hook before ours, which makes the step: it may clip gradients."""
+    this = optimizer()
+    found: RemovableHandle = getattr(type(this), _REGISTER)(this, hook)
+    if (hooks := ours.hooks_dict_ref()) is not None:
+        hooks.move_to_end(ours.id)
+    return found
 
 
 def stream_optimizer(

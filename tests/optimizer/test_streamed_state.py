@@ -11,7 +11,7 @@ from faults import assert_interrupts_are_told
 from lab import Lab
 from models import assert_same
 from torch import nn
-from training import OPTIMIZERS, Training, adamw, build, plain_steps, resident, stream, values
+from training import OPTIMIZERS, Training, adamw, assert_same_training, build, plain_steps, resident, stream, values
 
 from offload import CaptureError, HostMemoryError, stream_optimizer
 
@@ -181,6 +181,26 @@ def test_hooks_of_the_program_run_once_a_step(lab: Lab) -> None:
     run.optimizer.register_step_post_hook(lambda *_: calls.append("after"))
     run.steps(range(2))
     assert calls == ["before", "after"] * 2
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_hook_of_the_program_clips_gradients(when: str, lab: Lab) -> None:
+    def train(streamed: bool) -> list[torch.Tensor]:
+        run = Training(lab.device, streamed=False)
+        handle = stream(run.optimizer) if streamed and when == "after" else None
+
+        def clip(*_: object) -> None:
+            nn.utils.clip_grad_norm_(run.model.parameters(), 0.01)
+
+        run.optimizer.register_step_pre_hook(clip)
+        handle = stream(run.optimizer) if streamed and when == "before" else handle
+        run.steps(range(2))
+        if handle is not None:
+            handle.remove()
+        run.steps(range(2, 4))
+        return run.values
+
+    assert_same_training(train)
 
 
 def test_an_interrupted_step_is_told(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
