@@ -115,6 +115,7 @@ class BackwardSteps:
         )
         self._unwrapped = False  # whether the first backward has found no DistributedDataParallel around parameters
         self.groups: dict[torch.Tensor, int] = {}  # of each parameter of the optimizer
+        self._options: list[dict[str, Any]] = []  # that this step's parameters are stepped with, of each group
         self._waiting: dict[torch.Tensor, None] = {}  # their gradients are complete, and they fill no chunk yet
         self._room = 0
         # The parameters that this step has stepped, with the gradient and its version unless it was consumed.
@@ -180,6 +181,10 @@ class BackwardSteps:
         if seen and _scaler_steps():
             self._refuse("a GradScaler scales them")
         _drop_freed(seen)
+        for before, options in zip(self._options, _options_of(self.stepper.optimizer), strict=False):
+            changed = [each for each in before.items() if each not in options.items()]
+            if seen and changed:
+                self._refuse(f"{changed[0][0]} of a group has been changed since")
         for parameter, one in seen.items():
             now = parameter.grad
             if now is not None and (one is None or now is not one[0] or now._version != one[1]):
@@ -189,8 +194,9 @@ class BackwardSteps:
     def _refuse(self, what: str) -> None:
         self.stepper.torn = f"{what}, after a step in backward"
         raise RuntimeError(
-            f"gradients must be final at the end of backward if in_backward=True, but {what}; leave in_backward out if "
-            "gradients are clipped or scaled. Parameters have made this step with other gradients: load a checkpoint."
+            f"gradients and options must be final at the end of backward if in_backward=True, but {what}; leave "
+            "in_backward out if gradients are clipped or scaled, and change options after optimizer.step(). Parameters "
+            "have made this step without the change: load a checkpoint."
         )
 
     def _gradient_is_there(self, parameter: torch.Tensor) -> None:
@@ -233,6 +239,8 @@ class BackwardSteps:
                 _refuse_ddp(self._hooks)
                 self._unwrapped = True
             self.groups = {parameter: number for number, parameter in with_groups(self.stepper.optimizer)}
+            if not self._seen:
+                self._options = _options_of(self.stepper.optimizer)
             self._room = self.stepper.chunk_bytes
         self.runs.add(run)
 
@@ -349,6 +357,18 @@ class BackwardSteps:
                 left_bytes += nbytes
                 left.add(one)
         return left
+
+
+def _options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The options of each group; a tensor, which schedulers change in place, by its version."""
+    return [
+        {
+            key: (id(value), value._version) if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        for group in optimizer.param_groups
+    ]
 
 
 def _drop_freed(parameters: Iterable[torch.Tensor]) -> None:

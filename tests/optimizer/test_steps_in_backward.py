@@ -1,6 +1,7 @@
 """Steps beside backward: the same bits, one gradient a step, and an error where gradients were not final."""
 
 import time
+import warnings
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -142,6 +143,23 @@ def test_consumed_gradients_leave_nothing_where_no_step_follows(how: str, lab: L
 
 
 @pytest.mark.parametrize("consume", [False, True])
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_options_that_change_after_the_steps_are_told(kind: Any, consume: bool, lab: Lab) -> None:
+    make = partial(torch.optim.SGD, lr=kind(0.1), momentum=0.9, foreach=False)
+    run = Training(lab.device, make, in_backward=True, consume_gradients=consume)
+    scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 1)
+    for number in range(2):
+        run.steps([number])
+        scheduler.step()
+    run.backward(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scheduler.step()  # too early
+    with pytest.raises(RuntimeError, match=r"options must be final .* but lr of a group has been changed"):
+        run.optimizer.step()
+
+
+@pytest.mark.parametrize("consume", [False, True])
 def test_a_step_after_the_end_is_not_made_again(consume: bool, lab: Lab) -> None:
     run = Training(lab.device, in_backward=True, consume_gradients=consume)
     run.steps(range(2))
@@ -213,7 +231,7 @@ def scaled(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 @pytest.mark.parametrize(("how", "fused"), [(clipped, False), (scaled, False), (scaled, True)])
 def test_gradients_that_are_changed_after_backward_are_refused(how: Any, fused: bool, consume: bool, lab: Lab) -> None:
     run = Training(lab.device, partial(adamw, fused=fused), in_backward=True, consume_gradients=consume)
-    with pytest.raises(RuntimeError, match=r"gradients must be final (at the end of backward|then)"):
+    with pytest.raises(RuntimeError, match=r"must be final (at the end of backward|then)"):
         how(run.model, run.optimizer)
     if consume:
         assert "FreedGradient" in repr(run.model[0].weight.grad)
