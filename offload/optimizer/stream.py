@@ -290,7 +290,8 @@ def stream_optimizer(
             steps what is left. Gradients must not be clipped or scaled between backward and the step, which raises an
             error. Run all microbatches of a step but the last in :meth:`StreamedOptimizer.no_step`.
         consume_gradients: Free each gradient after its step in backward. What reads ``p.grad`` then raises an error.
-            That of parameters that :func:`stream_weights` holds is freed in any case.
+            That of parameters that :func:`stream_weights` holds is freed in any case, and so are gradients if
+            ``fully_shard`` has sharded parameters: PyTorch does not tell when it clips those.
         overlap_forward: Return from ``optimizer.step()`` when its chunks are queued. The next forward begins while they
             are stepped, and what reads a parameter first, layer or program, waits for the parameter. For gradients that
             are clipped, scaled or accumulated, and so cannot be stepped in backward. Takes device memory: gradients
@@ -329,7 +330,8 @@ def stream_optimizer(
         max_host_bytes=None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes"),
         resident_bytes=resident,
     )
-    if not stepper.store.proof.elementwise and any(hasattr(parameter, "to_local") for parameter in parameters):
+    sharded = any(hasattr(parameter, "to_local") for parameter in parameters)
+    if sharded and not stepper.store.proof.elementwise:
         raise TypeError(
             f"optimizer must be elementwise to step sharded parameters (DTensor), got {type(optimizer).__name__}, "
             "which needs whole parameters; leave the optimizer as it is."
@@ -342,7 +344,8 @@ def stream_optimizer(
         stepper.store.adopt(optimizer.state)
     if stepper.counters["host_bytes"]:  # else slots for a small model would hold more than its state
         stepper.chunk_bytes = max(1, min(stepper.chunk_bytes, stepper.counters["host_bytes"] // MIN_CHUNKS))
-    early = BackwardSteps(stepper, consume=consume_gradients, leave=overlap_forward) if in_backward else None
+    consumes = consume_gradients or sharded
+    early = BackwardSteps(stepper, consume=consumes, leave=overlap_forward) if in_backward else None
     return StreamedOptimizer(stepper, early, ForwardSteps(stepper) if overlap_forward else None)
 
 

@@ -104,6 +104,14 @@ def in_backward_of_ddp(rank, world, device):
     return ""
 
 
+def clipped_after_steps(rank, world, device):
+    try:
+        train(sharded, rank, world, device, True, clip=True, in_backward=True)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def checkpointed(rank, world, device):
     """A sharded checkpoint of PyTorch's, from a streamed run into a streamed one and into a resident one."""
     model, optimizer, _ = train(sharded, rank, world, device, True)
@@ -186,7 +194,8 @@ def find(rank, world, device):
             model, optimizer, handle = train(make_model, rank, world, device, streamed, **options)
             found[name].append(parts(model, optimizer))
         found[name].append(handle.stats())
-    for case in (in_backward_of_ddp, checkpointed, prepared, prepared_in_backward, removed, sums_left):
+    cases = in_backward_of_ddp, clipped_after_steps, checkpointed, prepared, prepared_in_backward, removed, sums_left
+    for case in cases:
         found[case.__name__] = case(rank, world, device)
     dist.barrier()
     return found

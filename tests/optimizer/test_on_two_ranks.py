@@ -44,6 +44,11 @@ def test_steps_in_backward_are_refused_where_gradients_are_averaged_afterwards(r
         )
 
 
+def test_sharded_gradients_are_not_clipped_after_steps_in_backward(ranks: Found) -> None:
+    for rank in ranks:
+        assert "gradients must be final then, but aten." in rank["clipped_after_steps"]
+
+
 def test_sharded_checkpoints(ranks: Found) -> None:
     for rank in ranks:
         found = rank["checkpointed"]
