@@ -215,6 +215,7 @@ class BackwardSteps:
         if parameter in self._left:
             return
         if self._consume:
+            self._check_last(parameter)
             store.of(parameter).gradient, parameter.grad = parameter.grad, None
         self._waiting[parameter] = None
         self._room -= local(parameter).numel() * store.bytes_per_element(parameter)
@@ -227,6 +228,16 @@ class BackwardSteps:
                 "a parameter must get one gradient in each step if in_backward=True, but one of shape "
                 f"{tuple(parameter.shape)} got another after its step; call optimizer.step() after each backward, and "
                 "run all microbatches of a step but the last in handle.no_step()."
+            )
+
+    def _check_last(self, parameter: torch.Tensor) -> None:
+        ours = self._hooks[parameter]
+        hooks = ours.hooks_dict_ref()
+        if hooks is not None and len(hooks) > 1 and next(reversed(hooks)) != ours.id:
+            raise RuntimeError(
+                "hooks on a parameter must be registered before its gradient is consumed in backward, but one of shape "
+                f"{tuple(parameter.shape)} has a hook that was registered later, and would find no gradient; register "
+                "it before stream_optimizer or prepare."
             )
 
     def begin_run(self, run: object) -> None:

@@ -142,6 +142,33 @@ def test_consumed_gradients_leave_nothing_where_no_step_follows(how: str, lab: L
         assert_same(resident(lab.device, range(4)), run.values)
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_that_change_gradients_once_they_are_there(when: str, lab: Lab) -> None:
+    """One that is called behind the step would find no gradient, and may pass over it."""
+
+    def halve(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+    def train(streamed: bool) -> list[torch.Tensor]:
+        run = Training(lab.device, streamed=False)
+        options = {"in_backward": True, "consume_gradients": True}
+        if streamed and when == "after":
+            stream(run.optimizer, **options)
+        for parameter in run.model.parameters():
+            parameter.register_post_accumulate_grad_hook(halve)
+        if streamed and when == "before":
+            stream(run.optimizer, **options)
+        run.steps(range(3))
+        return run.values
+
+    if when == "before":
+        assert_same_training(train)
+    else:
+        with pytest.raises(RuntimeError, match="hooks on a parameter must be registered before its gradient is consu"):
+            train(True)
+
+
 @pytest.mark.parametrize("consume", [False, True])
 @pytest.mark.parametrize("kind", [float, torch.tensor])
 def test_options_that_change_after_the_steps_are_told(kind: Any, consume: bool, lab: Lab) -> None:
