@@ -103,13 +103,12 @@ def _touched(nbytes: int) -> _Mapping:
         mapping = _Mapping(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise HostMemoryError(f"The system has no {format_bytes(nbytes)} of host memory left ({error}).") from None
-    address = mapping.address
-    _advise(address, nbytes, _MADV_HUGEPAGE)
+    _advise(mapping.address, nbytes, _MADV_HUGEPAGE)
 
-    def touch(start: int) -> None:
-        part = min(TOUCH_BYTES, nbytes - start)
-        if not _advise(address + start, part, _MADV_POPULATE_WRITE):  # Linux before 5.14
-            ctypes.memset(address + start, 0, part)
+    def touch(start: int) -> None:  # holds the mapping: an interrupt may leave a thread behind that touches it
+        address, part = mapping.address + start, min(TOUCH_BYTES, nbytes - start)
+        if not _advise(address, part, _MADV_POPULATE_WRITE):  # Linux before 5.14
+            ctypes.memset(address, 0, part)
 
     starts = range(0, nbytes, TOUCH_BYTES)
     with ThreadPoolExecutor(min(TOUCH_THREADS, len(starts), len(own_cores()))) as threads:

@@ -1,8 +1,10 @@
 """Host memory as the system gives it: locked while it is mapped, gone with its last tensor, not copied by a fork."""
 
+import contextlib
 import ctypes
 import gc
 import mmap
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -112,6 +114,33 @@ def test_memory_is_unlocked_if_an_interrupt_comes_when_it_is_locked(
     gc.collect()  # of the traceback
     assert len(driver.asked_at) == 1
     assert driver.locked == {}
+
+
+def test_memory_remains_while_a_thread_touches_it_that_an_interrupt_has_left_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    interrupted, found = threading.Event(), []
+    threads: list[threading.Thread] = []
+
+    class Interrupted(ThreadPoolExecutor):
+        def map(self, touch: Any, starts: Any) -> Any:
+            threads.append(threading.Thread(target=touch, args=(0,)))
+            threads[0].start()
+            raise KeyboardInterrupt
+
+    def advise(address: int, nbytes: int, advice: int) -> bool:
+        if threads:
+            interrupted.wait(10)
+            found.append(mapped(address))
+        return True
+
+    monkeypatch.setattr(pinned, "ThreadPoolExecutor", Interrupted)
+    monkeypatch.setattr(pinned, "_advise", advise)
+    with contextlib.suppress(KeyboardInterrupt):  # pytest.raises would hold the frame, with the mapping
+        pageable(MIB)
+    interrupted.set()
+    threads[0].join()
+    assert found == [True]
 
 
 def test_more_than_the_system_has_left_is_refused_before_it_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
