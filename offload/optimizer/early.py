@@ -118,8 +118,8 @@ class BackwardSteps:
         self._options: list[dict[str, Any]] = []  # that this step's parameters are stepped with, of each group
         self._waiting: dict[torch.Tensor, None] = {}  # their gradients are complete, and they fill no chunk yet
         self._room = 0
-        # The parameters that this step has stepped, with the gradient and its version unless it was consumed.
-        self._seen: dict[torch.Tensor, tuple[torch.Tensor, int] | None] = {}
+        # The parameters that this step has stepped: the gradient unless it was consumed, and what versions they had.
+        self._seen: dict[torch.Tensor, tuple[torch.Tensor | None, int, int]] = {}
         self._flights: deque[tuple[list[torch.Tensor], Event, bool]] = deque()
         """Gradients in use beside compute, the event after which they are not, and whether ``parameter.grad`` of the
         program lacks them."""
@@ -185,18 +185,20 @@ class BackwardSteps:
             changed = [each for each in before.items() if each not in options.items()]
             if seen and changed:
                 self._refuse(f"{changed[0][0]} of a group has been changed since")
-        for parameter, one in seen.items():
+        for parameter, (gradient, version, own_version) in seen.items():
             now = parameter.grad
-            if now is not None and (one is None or now is not one[0] or now._version != one[1]):
+            if now is not None and (now is not gradient or now._version != version):
                 self._refuse(f"that of a parameter of shape {tuple(parameter.shape)} has been changed since")
+            if parameter._version != own_version:
+                self._refuse(f"a parameter of shape {tuple(parameter.shape)} has been changed since")
         return set(seen)
 
     def _refuse(self, what: str) -> None:
         self.stepper.torn = f"{what}, after a step in backward"
         raise RuntimeError(
-            f"gradients and options must be final at the end of backward if in_backward=True, but {what}; leave "
-            "in_backward out if gradients are clipped or scaled, and change options after optimizer.step(). Parameters "
-            "have made this step without the change: load a checkpoint."
+            f"gradients, options and parameters must be final at the end of backward if in_backward=True, but {what}; "
+            "leave in_backward out if gradients are clipped or scaled, and make changes after optimizer.step(). "
+            "Parameters have made this step without the change: load a checkpoint."
         )
 
     def _gradient_is_there(self, parameter: torch.Tensor) -> None:
@@ -300,7 +302,8 @@ class BackwardSteps:
             stepped = backend.compute_stream().record_event()
         stepper.counters["backward_chunks"] += stepper.counters["chunks"] - before
         for state, gradient in zip(states, gradients, strict=True):
-            self._seen[state.parameter] = None if owned else (gradient, gradient._version)
+            versions = gradient._version, state.parameter._version
+            self._seen[state.parameter] = None if owned else gradient, *versions
         self._flights.append((gradients, stepped, owned))
 
     def _land(self) -> None:
@@ -353,7 +356,7 @@ class BackwardSteps:
             self.stepper.torn = ""
             if self._leave and not self._left:
                 self._left = self._spread()
-            for parameter, gradient in self._seen.items():
+            for parameter, (gradient, *_) in self._seen.items():
                 if gradient is None and parameter.grad is None:
                     parameter.grad = FreedGradient(parameter)
 

@@ -142,6 +142,20 @@ def test_consumed_gradients_leave_nothing_where_no_step_follows(how: str, lab: L
         assert_same(resident(lab.device, range(4)), run.values)
 
 
+@pytest.mark.parametrize("consume", [False, True])
+def test_parameters_that_change_after_the_steps_are_told(consume: bool, lab: Lab) -> None:
+    """As of a loop that computes gradients at noisy weights, and restores the weights before the step."""
+    run = Training(lab.device, in_backward=True, consume_gradients=consume)
+    run.steps(range(2))
+    before = [parameter.detach().clone() for parameter in run.model.parameters()]
+    run.backward(2)
+    with torch.no_grad():
+        for parameter, value in zip(run.model.parameters(), before, strict=True):
+            parameter.copy_(value)
+    with pytest.raises(RuntimeError, match=r"must be final .* but a parameter of shape \(48,\) has been changed since"):
+        run.optimizer.step()
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_hooks_that_change_gradients_once_they_are_there(when: str, lab: Lab) -> None:
     """One that is called behind the step would find no gradient, and may pass over it."""
@@ -182,7 +196,7 @@ def test_options_that_change_after_the_steps_are_told(kind: Any, consume: bool, 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         scheduler.step()  # too early
-    with pytest.raises(RuntimeError, match=r"options must be final .* but lr of a group has been changed"):
+    with pytest.raises(RuntimeError, match=r"must be final .* but lr of a group has been changed"):
         run.optimizer.step()
 
 
