@@ -180,15 +180,20 @@ class BackwardSteps:
         self.watch()
         if seen and _scaler_steps():
             self._refuse("a GradScaler scales them")
+        changed = [
+            parameter
+            for parameter, (gradient, version, _) in seen.items()
+            if not isinstance(parameter.grad, FreedGradient)
+            and (gradient is None or parameter.grad is not gradient or gradient._version != version)
+        ]
         _drop_freed(seen)
+        if changed:
+            self._refuse(f"that of a parameter of shape {tuple(changed[0].shape)} has been changed since")
         for before, options in zip(self._options, _options_of(self.stepper.optimizer), strict=False):
-            changed = [each for each in before.items() if each not in options.items()]
-            if seen and changed:
-                self._refuse(f"{changed[0][0]} of a group has been changed since")
-        for parameter, (gradient, version, own_version) in seen.items():
-            now = parameter.grad
-            if now is not None and (now is not gradient or now._version != version):
-                self._refuse(f"that of a parameter of shape {tuple(parameter.shape)} has been changed since")
+            others = [each for each in before.items() if each not in options.items()]
+            if seen and others:
+                self._refuse(f"{others[0][0]} of a group has been changed since")
+        for parameter, (*_, own_version) in seen.items():
             if parameter._version != own_version:
                 self._refuse(f"a parameter of shape {tuple(parameter.shape)} has been changed since")
         return set(seen)

@@ -143,6 +143,23 @@ def test_consumed_gradients_leave_nothing_where_no_step_follows(how: str, lab: L
 
 
 @pytest.mark.parametrize("consume", [False, True])
+def test_gradients_that_are_dropped_after_the_steps_are_told(consume: bool, lab: Lab) -> None:
+    """Without steps in backward, ``optimizer.step()`` would pass over the parameter."""
+    run = Training(lab.device, in_backward=True, consume_gradients=consume)
+    run.steps(range(2))
+    saved = run.checkpoint
+    run.backward(2)
+    run.model[3].weight.grad = None
+    with pytest.raises(
+        RuntimeError, match=r"must be final .* but that of a parameter of shape \(48, 192\) has been changed"
+    ):
+        run.optimizer.step()
+    run.load(saved)
+    run.steps(range(2, 4))
+    assert_same(resident(lab.device, range(4)), run.values)
+
+
+@pytest.mark.parametrize("consume", [False, True])
 def test_parameters_that_change_after_the_steps_are_told(consume: bool, lab: Lab) -> None:
     """As of a loop that computes gradients at noisy weights, and restores the weights before the step."""
     run = Training(lab.device, in_backward=True, consume_gradients=consume)
