@@ -239,13 +239,15 @@ class BackwardSteps:
 
     def _check_last(self, parameter: torch.Tensor) -> None:
         ours = self._hooks[parameter]
-        hooks = ours.hooks_dict_ref()
-        if hooks is not None and len(hooks) > 1 and next(reversed(hooks)) != ours.id:
-            raise RuntimeError(
-                "hooks on a parameter must be registered before its gradient is consumed in backward, but one of shape "
-                f"{tuple(parameter.shape)} has a hook that was registered later, and would find no gradient; register "
-                "it before stream_optimizer or prepare."
-            )
+        for number, hook in reversed((ours.hooks_dict_ref() or {}).items()):
+            if number == ours.id:
+                return
+            if not str(getattr(hook, "__module__", "")).startswith("offload."):  # ours look at no gradient
+                raise RuntimeError(
+                    "hooks on a parameter must be registered before its gradient is consumed in backward, but one of "
+                    f"shape {tuple(parameter.shape)} has a hook that was registered later, and would find no gradient; "
+                    "register it before stream_optimizer or prepare."
+                )
 
     def begin_run(self, run: object) -> None:
         """A backward has its first gradient; :meth:`end_run` has to be called at its end."""
