@@ -436,8 +436,7 @@ def seconds_per_element(
     parameter = nn.Parameter(torch.zeros(size, dtype=largest.dtype, device=device))
     parameter.grad = torch.zeros_like(parameter)
     alone = stand_in_for(optimizer, [{**optimizer.param_groups[number], "params": [parameter]}], defaultdict(dict))
-    backend = get_backend(device)
-    proof = prove(alone, state_dtype, device)
+    backend, proof = get_backend(device), prove(alone, state_dtype, device)
     options: dict[str, Any] = {"state_dtype": state_dtype, "master_weights": master_weights, "max_host_bytes": None}
     stepper = ChunkStepper(alone, backend, max(1, chunk_bytes), proof=proof, resident_bytes=1 << 60, **options)
     with torch.no_grad():
