@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import Make, Training
 
-from offload import StreamedOptimizer, StreamedWeights, offload_layers, stream_optimizer, stream_weights
+from offload import StreamedOptimizer, StreamedWeights, memory_meter, offload_layers, stream_optimizer, stream_weights
 
 LAYERS = 4
 STEPS = 6
@@ -633,3 +633,23 @@ def test_weights_that_are_read_after_backward_are_the_new_ones(lab: Lab) -> None
         assert torch.equal(evaluated, plain.run(plain.inputs[1]))
     for found in (read, saved.values()):
         assert all(torch.equal(one.cpu(), other) for one, other in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize(("streamed", "most"), [(True, 2.5), (False, 4.5)])
+def test_no_more_gradients_than_the_steps_beside_backward_need_are_on_the_device(
+    streamed: bool, most: float, lab: Lab
+) -> None:
+    """As compute waits for the oldest step, however many layers there are."""
+    layers = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(12)).to(lab.device)
+    x = torch.ones(2, 256, device=lab.device)
+    options: dict[str, Any] = {"in_backward": True, "consume_gradients": True, "chunk_bytes": "256KiB"}
+    weights = stream_weights(layers, lab.device) if streamed else nullcontext()
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1, momentum=0.9)
+    with weights, stream_optimizer(optimizer, **options):
+        for _ in range(3):  # the first ones make the state
+            loss = loss_of(forward(layers, x))
+            with memory_meter(lab.device) as meter:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert meter.peak_bytes <= most * layers[0].weight.nbytes
