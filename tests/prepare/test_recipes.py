@@ -12,7 +12,7 @@ import offload
 from offload.base.evenly import evenly
 from offload.planning.plan import TooLittleMemoryError
 from offload.planning.profile import HostSeconds
-from offload.planning.recipes import WORTH, Prediction, plan_recipes, without_activations
+from offload.planning.recipes import WORTH, Prediction, RecipePlan, plan_recipes, without_activations
 from offload.planning.training_bytes import RECIPES, Recipe, TrainingBytes
 
 RESIDENT, STREAMED, CONSUMED, ALL_CONSUMED, ALL_STREAMED, ON_HOST = RECIPES
@@ -383,3 +383,16 @@ def test_state_that_is_resident_is_spread_over_backward() -> None:
     assert PARTS.copied_state(60 * GIB) == (0, [0] * 32, 0)
     assert evenly(5) == [0, 4, 2, 1, 3]
     assert all(sorted(evenly(count)) == [*range(count)] for count in range(40))
+
+
+def test_of_recipes_that_are_as_good_as_each_other_the_one_with_the_least_traffic_is_followed() -> None:
+    """A predicted second is not exact, and a change takes many steps to be worth it."""
+
+    def of(step_s: float, device_bytes: int) -> offload.TrainingPlan:
+        first, second = RecipePlan(RESIDENT, None, step_s, device_bytes, 0), RecipePlan(STREAMED, None, 1.0, 1000, 0)
+        return offload.TrainingPlan((first, second), 2000, None)
+
+    assert of(1.005, 1000).chosen.recipe == RESIDENT
+    assert of(1.02, 1000).chosen.recipe == STREAMED
+    assert of(1.0, 1010).least.recipe == RESIDENT
+    assert of(1.0, 1030).least.recipe == STREAMED
