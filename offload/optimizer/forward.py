@@ -45,7 +45,7 @@ REFUSED = (
 _SET_GRADIENT = _tensor.grad.__set__
 _READ_NO_NUMBER = {  # zero_grad() and clipping read some of these, and what counts memory reads others
     getattr(_tensor, name).__get__
-    for name in ("grad", "requires_grad", "is_leaf", "device", "dtype", "shape", "nbytes", "_version")
+    for name in ("grad", "requires_grad", "is_leaf", "device", "dtype", "layout", "shape", "nbytes", "_version")
 }
 
 
