@@ -120,7 +120,6 @@ class FollowPlan(HookedLayers):
         self._watches = True  # whether the peaks of microbatches are measured
         self._timed_all = self._ran_all = False  # whether the timed, and the last, microbatch has skipped no layer
         self._counted = False  # whether what the last microbatch saved before its first layer was counted
-        self._offloads = True  # whether layers run in the order in which a schedule releases what they save
         self._proves = False  # whether this is a plan's first microbatch, which may hold layers twice to prove it
         self._proofs = 0  # how often layers had been proven when the last microbatch began
         self._corrections_left, self._said = 0, False  # whether the budget is known to be too small
@@ -302,10 +301,10 @@ class FollowPlan(HookedLayers):
         self.context.follow(plan.schedule, [one.follows(policy, layer.regions) for one, policy, layer in triples])
 
     def _plan_at(self, size: Size, largest: Plan) -> Plan:
-        """The plan for inputs of this size, which are no larger than those of the largest plan."""
-        size = rounded_up(size, self._planned)
-        key = frozenset(size.items())
-        if key not in self._plans:
+        """The plan for inputs of this size; of the planned one where layers run again with another kind of inputs."""
+        alike = not largest.profile.calls or len(self._inputs.sides) == len(self._timed_inputs.sides)
+        size = rounded_up(size, self._planned) if alike else self._planned
+        if (key := frozenset(size.items())) not in self._plans:
             profile, missing_bytes = self._costs.at(size)
             known = self._costs.beside(profile, missing_bytes, self._counted_gradients)
             self._plans[key] = relaxed(largest, known, (1 - RESERVE) * self._budget)
@@ -360,15 +359,14 @@ class FollowPlan(HookedLayers):
         kinds = [tuple((region.name, region.nbytes) for region in one.costs) for one in self._policies]
         if not {kinds[number] for number in ran} >= {*kinds}:
             return
-        self._stage, self._planned, self._offloads = "following", {}, self._times.in_order
+        self._stage, self._planned = "following", {}
         if self._learned != self._learned_then:
             self._times.start(self._peak, paused=True)  # its times are no use
             return
         regions = self._costs.regions_at(self._timed_inputs)
         profile, expected = learned_profile(self._policies, regions, self._times, one_backward=True)
         self.measured_bytes = self._peak_bytes
-        every = with_skipped(dict(zip(ran, profile.layers, strict=True)), kinds, self._new_gradients)
-        profile = replace(profile, layers=every, other_s=self._times.between_s(now))
+        profile = with_skipped(replace(profile, other_s=self._times.between_s(now)), ran, kinds, self._new_gradients)
         self._times.start(self._peak, paused=True)  # what was counted before this microbatch is freed in it
         for one in self._policies:
             one.clock, one.holds = None, False
@@ -406,7 +404,7 @@ class FollowPlan(HookedLayers):
         profile = self._costs.beside(self.profile, missing_bytes, self._counted_gradients)
         self.missing_bytes = missing_bytes + self._counted_gradients
         budget, missing = self._as_asked(self._budget), format_bytes(self.missing_bytes)
-        link, host_bytes = self._left.link(self.link), self._left.host_bytes() if self._offloads else 0
+        link, host_bytes = self._left.link(self.link), self._left.host_bytes()
 
         def plan_among(among: Among) -> Plan:
             slack = SLACK if self._corrections_left == CORRECTIONS else 0.0  # what is predicted is not too high then

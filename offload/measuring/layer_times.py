@@ -122,6 +122,7 @@ class LayerTimes(Attachment):
         self._end: Callable[[], object] = lambda: None  # what its graph holds of that, until backward or without one
         self._begun = 0  # how many microbatches have begun since the end of a backward
         self._together = 0  # the most of them since :meth:`start`
+        self.rounds: list[tuple[int, dict[Phase, Pass]]] = []  # of all layers since then, each behind a layer's number
         self.alone = False  # whether no other microbatch has run beside the one that ended last
         super().__init__(layers, self.layers)
 
@@ -137,6 +138,7 @@ class LayerTimes(Attachment):
         self.hooks.close()
         for layer in self.layers:
             layer.rounds.clear()
+        self.rounds.clear()
         if self.memory is not None and self.memory is not memory:
             self.memory.stop()
         self.memory = memory
@@ -164,9 +166,10 @@ class LayerTimes(Attachment):
         self.ended()
 
     @property
-    def in_order(self) -> bool:
-        """Whether layers ran in their order since :meth:`start`, however often each of them."""
-        return self._together <= max(len(layer.rounds) for layer in self.layers)
+    def calls(self) -> list[int]:
+        """The layers in the order of their forwards, if the first ones began again before a backward."""
+        again = self.rounds if self._together > 1 else ()
+        return [number for number, one in again if one["backward"].end is not None]
 
     @property
     def idle(self) -> bool:
@@ -189,10 +192,8 @@ class LayerTimes(Attachment):
 
     def loss_s(self) -> float:
         """The median of the seconds between the last layer's forwards and their backwards."""
-        last = self.layers[self.ran[-1]]
-        return statistics.median(
-            self.backend.seconds((one["forward"].end, one["backward"].reached) for one in last.complete_rounds())
-        )
+        rounds = self.layers[(self.calls or self.ran)[-1]].complete_rounds()[-1 if self.calls else 0 :]
+        return statistics.median(self.backend.seconds((one["forward"].end, one["backward"].reached) for one in rounds))
 
     def time(self, step: Callable[[], object], steps: int) -> None:
         """Run steps of one or several microbatches, and time them."""
@@ -382,6 +383,7 @@ class MeasuredLayer(LayerListener):
             hook = first.register_hook(partial(self._end_backward, now["backward"]))
             times.hooks.callback(hook.remove)
         self.rounds.append(now)
+        times.rounds.append((self.number, now))
         times.running = self if len(self.rounds) == 1 else None
         now["forward"].reached, _ = times.mark()
         now["forward"].start = times.queueing.begin("forward")

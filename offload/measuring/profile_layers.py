@@ -22,7 +22,7 @@ from offload.device.backend import Backend
 from offload.device.select import get_backend
 from offload.measuring.layer_times import PASSES, LayerTimes, MeasuredLayer
 from offload.observe.memory import memory_peak
-from offload.planning.layer_costs import costs_of, peak_bytes, region_costs, with_workspace
+from offload.planning.layer_costs import costs_of, inputs_of, peak_bytes, region_costs, with_workspace
 from offload.planning.profile import HostSeconds, LayerProfile, Link, Profile
 from offload.planning.search import layers_of_kinds
 from offload.recompute.costs import LayerPolicy, RegionProfile
@@ -184,7 +184,7 @@ def learned_profile(
 ) -> tuple[Profile, int]:
     """What the layers with these regions cost if nothing is recomputed, from steps in which everything is.
 
-    If all that was timed has had ``one_backward``, layers that have run several times cost as much more.
+    If all that was timed has had ``one_backward``, layers that have run several times are called so often.
 
     Returns:
         The profile of the layers that ran, and the most that these need in such a step.
@@ -210,29 +210,28 @@ def learned_profile(
         timed = [replace(region, seconds=(ratio if one.runs_again else 1.0) * region.seconds) for region in costs]
         times_s = forward_s, max(forward_s, backward_s - run_s)
         layers.append(LayerProfile.from_regions(timed, *times_s, small_bytes=one.small_bytes, host=host))
-    profile = Profile(tuple(layers), times.loss_s())
+    calls = tuple(map(times.ran.index, times.calls)) if one_backward else ()
+    profile = Profile(tuple(map(_with_one_input, layers)) if calls else tuple(layers), times.loss_s(), calls=calls)
     num_layers = len({*learning_schedule(len(policies)).offloaded_layers} & {*times.ran})
     profile = with_workspace(profile, times.peaks(), num_layers, recompute_all(profile))
     recomputed = costs_of(profile, Link(1.0, 1.0, 1.0), range(num_layers), recompute_all(profile))
     holds = [one.holds for one, _ in ran]
-    calls = [len(times.layers[number].complete_rounds()) if one_backward else 1 for number in times.ran]
-    profile = _with_freed_sooner(profile, holds)
-    layers = [_called(*pair) for pair in zip(profile.layers, calls, strict=True)]
-    return replace(profile, layers=tuple(layers)), peak_bytes(recomputed, num_layers, profile.loss_bytes)
+    expected = peak_bytes(recomputed, num_layers, profile.loss_bytes, profile.calls)
+    pairs = zip(profile.layers, layers, strict=True)
+    every = (replace(one, regions=own.regions, tensors=(), saved_bytes=own.saved_bytes) for one, own in pairs)
+    return _with_freed_sooner(replace(profile, layers=tuple(every)), holds), expected
 
 
-def _called(layer: LayerProfile, calls: int) -> LayerProfile:
-    """A layer that runs several times before backward, as one that saves all of that in one run."""
-    regions = tuple(replace(one, nbytes=calls * one.nbytes, seconds=calls * one.seconds) for one in layer.regions)
-    return replace(
-        layer,
-        forward_s=calls * layer.forward_s,
-        backward_s=calls * layer.backward_s,
-        saved_bytes=calls * layer.saved_bytes,
-        small_bytes=calls * layer.small_bytes,
-        tensors=(),
-        regions=regions,
-    )
+def _with_one_input(layer: LayerProfile) -> LayerProfile:
+    """A layer as if it had its smallest input alone: all of its calls may be given the same others.
+
+    What is measured beside the layers would be too little if those were counted for each call.
+    """
+    given = [number for number in inputs_of(layer.regions) if layer.regions[number].nbytes]
+    others = {*sorted(given, key=lambda number: layer.regions[number].nbytes)[1:]}
+    regions = [replace(one, nbytes=0) if number in others else one for number, one in enumerate(layer.regions)]
+    times_s = layer.forward_s, layer.backward_s
+    return LayerProfile.from_regions(regions, *times_s, small_bytes=layer.small_bytes, host=layer.host)
 
 
 def _with_freed_sooner(profile: Profile, holds: Sequence[bool]) -> Profile:

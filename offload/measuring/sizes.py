@@ -12,7 +12,7 @@ lengths, and a timing each of the first, beyond ``LARGER`` and beyond ``MUCH_LAR
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate, product
@@ -165,7 +165,8 @@ class CostsBySize:
             layers.append(LayerProfile.from_regions(slower, host=timed[-1].host, **found))
         values: dict[str, Any] = {name: _on_line(elements_each, profiles, size[()], name) for name in BESIDE_LAYERS}
         missing_bytes = _on_line(elements_each, self._timed, size[()], "missing_bytes") + self._more_bytes * size[()]
-        return Profile(tuple(layers), **values), math.ceil(missing_bytes)
+        calls = max((one.calls for one in profiles), key=len)
+        return Profile(tuple(layers), calls=calls, **values), math.ceil(missing_bytes)
 
     def beside(self, profile: Profile, missing_bytes: int, gradient_bytes: int) -> Profile:
         """A profile beside what is needed outside of the layers, and the gradients with which a microbatch begins."""
@@ -197,16 +198,20 @@ def given_to(tensors: Sequence[torch.Tensor]) -> Inputs:
 
 
 def with_skipped(
-    timed: Mapping[int, LayerProfile], kinds: Sequence[Hashable], new_gradients: Sequence[int]
-) -> tuple[LayerProfile, ...]:
+    profile: Profile, ran: Sequence[int], kinds: Sequence[Hashable], new_gradients: Sequence[int]
+) -> Profile:
     """All layers: one that was skipped costs what the next one of its kind does, and its gradients' memory as well."""
+    timed = dict(zip(ran, profile.layers, strict=True))
     like = {kinds[number]: layer for number, layer in timed.items()}
     layers, more_bytes = [], 0
     for number, kind in reversed([*enumerate(kinds)]):
         like[kind] = layer = timed.get(number, like[kind])
         more_bytes += 0 if number in timed else new_gradients[number]
         layers.append(replace(layer, workspace_bytes=layer.workspace_bytes + more_bytes))
-    return tuple(reversed(layers))
+    # Nobody knows when skipped layers are called: as all, as often as any.
+    most = max(map(profile.calls.count, range(len(ran))))
+    calls = profile.calls if len(ran) == len(kinds) else (*range(len(kinds)),) * most
+    return replace(profile, layers=tuple(reversed(layers)), calls=calls)
 
 
 def rounded_up(size: Size, largest: Size) -> Size:

@@ -18,12 +18,12 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
-from operator import attrgetter
 from typing import NamedTuple
 
 from offload.observe.timeline import Kind
 from offload.planning.profile import LayerProfile, Link, Profile
 from offload.recompute.costs import LayerPolicy, RegionProfile
+from offload.schedule.schedule import released_before
 
 # Regions.
 
@@ -342,28 +342,36 @@ def costs_of(
 # Steps under the default schedule.
 
 
+@lru_cache(maxsize=256)
+def _released(calls: Sequence[int], resident: int) -> list[tuple[int, ...]]:
+    return released_before(calls, lambda number: (number - resident,))
+
+
 class Peaks(NamedTuple):
-    """The most bytes on the device while each layer runs forward, before the last backward, and in each backward."""
+    """The most bytes on the device in each forward, before the last backward, and in each backward."""
 
     forward: list[int]
     between: int
-    backward: list[int]  # by the layers' numbers
+    backward: list[int]  # in the order of the forwards
 
 
-def peak_bytes(layers: Sequence[LayerCosts], num_layers: int, loss_bytes: int = 0) -> int:
+def peak_bytes(layers: Sequence[LayerCosts], num_layers: int, loss_bytes: int, calls: tuple[int, ...]) -> int:
     """The most bytes on the device if the first ``num_layers`` are offloaded, and the loss needs ``loss_bytes``."""
-    forward, between, backward = peaks_of(layers, num_layers)
+    forward, between, backward = peaks_of(layers, num_layers, calls)
     return max(between + loss_bytes, *forward, *backward)
 
 
-def peaks_of(layers: Sequence[LayerCosts], num_layers: int) -> Peaks:
-    """The most that the layers have on the device in each part of a step if the first ``num_layers`` are offloaded."""
+def peaks_of(layers: Sequence[LayerCosts], num_layers: int, calls: tuple[int, ...]) -> Peaks:
+    """The most on the device in each part of a step with these calls if the first ``num_layers`` are offloaded."""
     resident, held = len(layers) - num_layers, 0
+    called, released = layers, [0] * resident + [one.offloaded_bytes for one in layers[:num_layers]]
+    if calls:
+        called = [layers[number] for number in calls]
+        released = [sum(layers[one].offloaded_bytes for one in before) for before in _released(calls, resident)]
     forward: list[int] = []
     backward: list[int] = []
-    for number, layer in enumerate(layers):
-        if number >= resident:
-            held -= layers[number - resident].offloaded_bytes
+    for layer, nbytes in zip(called, released, strict=False):
+        held -= nbytes
         # As much is held when the layer's forward starts as when its backward does.
         forward.append(held + layer.forward_peak_bytes)
         backward.append(held + layer.backward_peak_bytes)
@@ -371,30 +379,34 @@ def peaks_of(layers: Sequence[LayerCosts], num_layers: int) -> Peaks:
     return Peaks(forward, held, backward)
 
 
-def step_s(layers: Sequence[LayerCosts], num_layers: int, loss_s: float = 0.0, other_s: float = 0.0) -> float:
+def step_s(
+    layers: Sequence[LayerCosts], num_layers: int, loss_s: float, other_s: float, calls: tuple[int, ...]
+) -> float:
     """Seconds of a step, with ``loss_s`` of compute between the passes and ``other_s`` after them."""
-    resident = len(layers) - num_layers
+    order = calls or range(len(layers))
+    releases = _released(order, len(layers) - num_layers)
     now_s = copied_s = 0.0
-    offloaded_s: list[float] = []  # when each layer and those before it are on the host
-    for number, layer in enumerate(layers):
-        if number >= resident and offloaded_s[number - resident] > now_s:
-            now_s = offloaded_s[number - resident]
+    offloaded_s = [0.0] * num_layers  # when each layer and those before it are on the host
+    for number, released in zip(order, releases, strict=False):
+        layer = layers[number]
+        for one in released:
+            now_s = max(now_s, offloaded_s[one])
         if number < num_layers:
             copied_s = max(copied_s + layer.offload_s, now_s + layer.offloaded_after_s)
-            offloaded_s.append(copied_s)
+            offloaded_s[number] = copied_s
         now_s += layer.forward_s
     now_s += loss_s
     reloads_s = offloaded_s  # from here on, when the reload of each layer starts
-    for number in reversed(range(len(layers))):
-        layer, reloaded = layers[number], number - resident + 1
-        if 0 <= reloaded < num_layers:
-            reloads_s[reloaded] = max(copied_s, now_s)
-            copied_s = reloads_s[reloaded] + layers[reloaded].reload_s
+    for number, reloaded in zip(reversed(order), reversed(releases), strict=False):
+        layer = layers[number]
+        for one in reloaded:
+            reloads_s[one] = max(copied_s, now_s)
+            copied_s = reloads_s[one] + layers[one].reload_s
         now_s += layer.backward_s
         if number < num_layers and reloads_s[number] + layer.backward_after_s > now_s:
             now_s = reloads_s[number] + layer.backward_after_s
     # The host runs ahead, also into the next step.
-    return max(now_s + other_s, math.fsum(map(attrgetter("host_s"), layers)))
+    return max(now_s + other_s, math.fsum([layers[number].host_s for number in order]))
 
 
 def with_workspace(
@@ -404,16 +416,27 @@ def with_workspace(
     # It was ``measured`` in a step under the default schedule, with ``num_layers`` offloaded, under these policies.
     instant = Link(1.0, 1.0, 1.0)  # peaks do not depend on it
     costs = costs_of(profile, instant, range(num_layers), policies)
-    expected = peaks_of(costs, num_layers)
+    expected = peaks_of(costs, num_layers, profile.calls)
 
     def beside(measured: Sequence[int], expected: Sequence[int]) -> list[int]:
         return [max(0, one - other) for one, other in zip(measured, expected, strict=True)]
+
+    def most(peaks: Iterable[int]) -> list[int]:
+        """Of all calls of each layer."""
+        found = [0] * len(costs)
+        for number, nbytes in zip(profile.order, peaks, strict=True):
+            found[number] = max(found[number], nbytes)
+        return found
 
     # Nobody has seen when the peak of a backward was: in the second run, or later, when all that the layer saves is
     # there, and nothing else of that run. So it counts for both.
     saved = [layer.saved_bytes for layer in profile.layers]
     later = beside([one.backward_peak_bytes for one in costs], saved)
-    more = zip(beside(measured.backward, expected.backward), beside(measured.forward, expected.forward), strict=True)
+    more = zip(
+        beside(measured.backward, most(expected.backward)),
+        beside(measured.forward, most(expected.forward)),
+        strict=True,
+    )
     layers = (
         replace(layer, workspace_bytes=backward + after, forward_workspace_bytes=forward, after_second_run_bytes=after)
         for layer, (backward, forward), after in zip(profile.layers, more, later, strict=True)

@@ -89,7 +89,9 @@ class Plan:
 
     @cached_property
     def _costs(self) -> list[LayerCosts]:
-        return costs_of(self.profile, self.link, set(self.schedule.offloaded_layers), self.policies)
+        """Of each call."""
+        costs = costs_of(self.profile, self.link, set(self.schedule.offloaded_layers), self.policies)
+        return [costs[number] for number in self.profile.order]
 
     def helps(self) -> dict[str, float]:
         """Predicted seconds of a step with a quarter more of each resource, by its name. Plans again for each.
@@ -213,7 +215,7 @@ def relaxed(plan: Plan, profile: Profile, most_bytes: float) -> Plan:
 
     def fits(follow: int) -> bool:
         costs = following[:follow] + keeping[follow:]
-        return peak_bytes(costs, min(plan.num_layers, follow), profile.loss_bytes) <= most_bytes
+        return peak_bytes(costs, min(plan.num_layers, follow), profile.loss_bytes, profile.calls) <= most_bytes
 
     follow = bisect_left(range(count), True, key=fits)
     schedule = _default(min(plan.num_layers, follow), count)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, Self
@@ -160,6 +160,7 @@ class Profile:
     loss_s: float = 0.0  #: Compute seconds between the last layer's forward and its backward: head and loss.
     other_s: float = 0.0  #: Compute seconds of the rest of the step: embedding, optimizer.
     loss_bytes: int = 0  #: The most that is on the device in ``loss_s`` beside the activation sets.
+    calls: tuple[int, ...] = ()  #: The layers' numbers as forward calls them, if not each once in order.
 
     def __post_init__(self) -> None:
         layers = tuple(self.layers) if isinstance(self.layers, Iterable) else (self.layers,)
@@ -171,7 +172,9 @@ class Profile:
                 )
         if not layers:
             raise ValueError("layers must hold at least one LayerProfile, got none; profile the layers to offload.")
-        vars(self)["layers"] = layers
+        vars(self).update(layers=layers, calls=tuple(self.calls))
+        if {*self.order} != {*range(len(layers))}:
+            raise ValueError(f"calls must name each of the layers 0 to {len(layers) - 1}, got {self.calls}.")
         for name in ("loss_s", "other_s", "loss_bytes"):
             check_number(name, getattr(self, name))
 
@@ -180,14 +183,26 @@ class Profile:
         return replace(self, layers=tuple(map(change, self.layers)), **others)
 
     @property
+    def order(self) -> Sequence[int]:
+        """The layers' numbers as forward calls them."""
+        return self.calls or range(len(self.layers))
+
+    @property
+    def in_order(self) -> bool:
+        """Whether all layers are called in order each time: else some of what is offloaded would not be released."""
+        every = (*range(len(self.layers)),)
+        return self.calls == every * (len(self.calls) // len(every))
+
+    @property
     def saved_bytes(self) -> int:
         """Size of all activation sets together."""
-        return sum(layer.saved_bytes for layer in self.layers)
+        return sum(self.layers[number].saved_bytes for number in self.order)
 
     @property
     def compute_s(self) -> float:
         """Seconds of a step that never waits."""
-        return math.fsum(layer.forward_s + layer.backward_s for layer in self.layers) + self.loss_s + self.other_s
+        called = (self.layers[number] for number in self.order)
+        return math.fsum(layer.forward_s + layer.backward_s for layer in called) + self.loss_s + self.other_s
 
     def beside(self, nbytes: int) -> Self:
         """The profile of the same step with as much more on the device all the time."""

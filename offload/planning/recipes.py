@@ -13,6 +13,7 @@ copies of these to the host run beside the next forward.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -123,7 +124,7 @@ class Prediction:
         # What the optimizer's arithmetic and copies have added to the measured steps does not count.
         profile = plan.profile
         before = self.training.seconds(self.measured, self.link, self.resident_bytes, self.arithmetic_s)
-        less_s = before.beside / len(profile.layers)
+        less_s = before.beside / len(profile.order)
         layers = profile.layers
         if less_s:
             layers = tuple(replace(layer, backward_s=max(0.0, layer.backward_s - less_s)) for layer in layers)
@@ -137,6 +138,7 @@ class Prediction:
         busy = training.seconds(recipe, self.link, resident, self.arithmetic_s)
         streams, nothing = recipe.weights == "streamed", (0,) * (last + 1)
         weights, sent = (training.layer_weights, training.layer_gradients) if streams else (nothing, nothing)
+        calls = Counter(plan.profile.order)  # as if they came in a row
         copied = training.copied_state(resident)
         overlaps = self.overlap_forward and recipe.overlaps and training.state > 0
         front, states, of_head = copied if recipe.gradients == "consumed" else (0, [*nothing], 0)
@@ -166,7 +168,7 @@ class Prediction:
                 arithmetic_s = share * training.layer_state[layer]
                 state, held = states[layer], f"state {layer + 2}"  # so many gradients are held until they are stepped
                 yield Interlude(f"state {layer}", arithmetic_s, 0, state, state + sent[layer], awaits=held)
-            yield point
+            yield from [point] * calls[layer]
         yield Interlude("state in front", 0.0, loaded_bytes=front, awaits="state 0")
         yield Interlude("step", share * training.front_state + busy.step * (not overlaps), awaits="state in front")
 
@@ -292,8 +294,9 @@ def _beside_copies(link: Link, busy_s: float, plan: Plan) -> list[Link]:
     """What is left to load activations in backward, of which a recipe's copies take ``busy_s``; and next to nothing."""
     if busy_s <= 0:
         return []
-    forward_s = math.fsum(layer.forward_s for layer in plan.profile.layers)
-    backward_s = plan.step_s - plan.profile.other_s - forward_s  # with the loss
+    profile = plan.profile
+    forward_s = math.fsum(profile.layers[number].forward_s for number in profile.order)
+    backward_s = plan.step_s - profile.other_s - forward_s  # with the loss
     share = round(SHARES * (1.0 - busy_s / backward_s)) / SHARES if backward_s > 0 else 0.0
     shares = {LEAST_SHARE, max(LEAST_SHARE, share)} - {1.0}
     return [replace(link, h2d_bytes_per_s=one * link.h2d_bytes_per_s) for one in sorted(shares)]

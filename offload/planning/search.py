@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import cached_property
 from itertools import accumulate, product, starmap
-from operator import attrgetter, getitem
+from operator import attrgetter, getitem, mul
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from offload.base.evenly import evenly
 from offload.planning.layer_costs import (
@@ -109,11 +109,6 @@ def _joined(num_layers: int, offloaded: tuple[int, ...], kept: tuple[int, ...]) 
     return Choice(num_layers, offloaded[:num_layers] + kept[num_layers:])
 
 
-def _host_bytes(costs: Sequence[LayerCosts]) -> int:
-    """What is offloaded; all of it is on the host at once."""
-    return sum(map(attrgetter("offloaded_bytes"), costs))
-
-
 def _all_but_shared(layer: LayerProfile) -> LayerPolicy | None:
     """What offloads everything of a layer but an input that all layers share, which stays; ``None`` without one."""
     shares = any(not layer.regions[number].nbytes for number in inputs_of(layer.regions))
@@ -135,7 +130,10 @@ class Search:
         self.most_bytes = most_bytes
         self.most_host_bytes = most_host_bytes
         self.count = len(profile.layers)
-        self.counts = range(1 if among is Among.CHECKPOINTS else self.count)  # how many layers may be offloaded
+        called = Counter(profile.order)
+        self._times = [called[number] for number in range(self.count)]  # how often each layer is called
+        offloads = among is not Among.CHECKPOINTS and profile.in_order
+        self.counts = range(self.count if offloads else 1)  # how many layers may be offloaded
         self.ways: list[list[LayerPolicy | None]] = [[]] * self.count
         """Of each layer, its policies, fewest bytes first. The last one is ``None``: everything saved has one policy,
         and regions need not be told apart. For a layer without regions it is the only one."""
@@ -163,7 +161,7 @@ class Search:
         # offloaded for longest; of the others the last ones, whose backward is over first.
         self._offloaded_at = self._positions((number, way) for _, way, numbers in rises for number in numbers)
         self._kept_at = self._positions((number, way) for _, way, numbers in rises for number in reversed(numbers))
-        self._others_s = profile.compute_s - math.fsum(layer.backward_s for layer in profile.layers)
+        self._others_s = profile.compute_s - math.fsum(profile.layers[number].backward_s for number in profile.order)
 
     def _positions(self, rises: Iterable[tuple[int, int]]) -> list[tuple[int, ...]]:
         ways = [0] * self.count
@@ -186,11 +184,12 @@ class Search:
     def scored(self, choice: Choice) -> Found | None:
         """What a choice comes to; ``None`` if it does not fit."""
         costs = self.costs(choice)
-        peak, host = peak_bytes(costs, choice.num_layers, self.profile.loss_bytes), _host_bytes(costs)
+        peak = peak_bytes(costs, choice.num_layers, self.profile.loss_bytes, self.profile.calls)
+        host = self._host_bytes(costs)
         if peak > self.most_bytes or host > self.most_host_bytes:
             return None
-        found_s = step_s(costs, choice.num_layers, self.profile.loss_s, self.profile.other_s)
-        recompute_s = math.fsum(map(attrgetter("recompute_s"), costs))
+        found_s = step_s(costs, choice.num_layers, self.profile.loss_s, self.profile.other_s, self.profile.calls)
+        recompute_s = math.fsum(self._each("recompute_s", costs))
         return Score(float(f"{found_s:.9g}"), float(f"{recompute_s:.9g}"), host, peak), choice
 
     def best(self) -> Found | None:
@@ -230,8 +229,16 @@ class Search:
 
     def _compute_s(self, costs: Iterable[LayerCosts]) -> float:
         """Seconds of a step that waits for no copy: all ways have the same forward."""
-        backward_s: Iterable[float] = map(attrgetter("backward_s"), costs)
+        backward_s: Iterable[float] = self._each("backward_s", costs)
         return self._others_s + sum(backward_s)
+
+    def _each(self, name: str, costs: Iterable[LayerCosts]) -> Iterator[Any]:
+        """What the first layers add to a step by all of their calls."""
+        return map(mul, map(attrgetter(name), costs), self._times)
+
+    def _host_bytes(self, costs: Iterable[LayerCosts]) -> int:
+        """What is offloaded; all of it is on the host at once."""
+        return sum(self._each("offloaded_bytes", costs))
 
     @cached_property
     def _costs_kept_at(self) -> list[list[LayerCosts]]:
@@ -240,7 +247,7 @@ class Search:
     @cached_property
     def _sums_kept_at(self) -> list[_Sums]:
         return [
-            _Sums(*([*accumulate(map(attrgetter(name), reversed(costs)), initial=0)][::-1] for name in _Sums._fields))
+            _Sums(*([*accumulate(reversed([*self._each(name, costs)]), initial=0)][::-1] for name in _Sums._fields))
             for costs in self._costs_kept_at
         ]
 
@@ -248,8 +255,8 @@ class Search:
         """The peak of each of these choices that the host has the memory for."""
         for choice in choices:
             costs = self.costs(choice)
-            if _host_bytes(costs) <= self.most_host_bytes:
-                yield peak_bytes(costs, choice.num_layers, self.profile.loss_bytes), choice
+            if self._host_bytes(costs) <= self.most_host_bytes:
+                yield peak_bytes(costs, choice.num_layers, self.profile.loss_bytes, self.profile.calls), choice
 
     def _on_grid(self) -> list[Found]:
         """For each number of offloaded layers the best choice, fastest first; of deep models first for some only."""
@@ -280,11 +287,11 @@ class Search:
         """The choice that keeps the most in the layers that are not offloaded; ``None`` if that takes longer."""
         highest = len(self._kept_at) - 1
         first = [*map(getitem, self._offloaded, offloaded)]
-        host_bytes = _host_bytes(first)
+        host_bytes = self._host_bytes(first)
         if host_bytes > self.most_host_bytes:
             return None
-        first_s, loss_bytes = self._compute_s(first), self.profile.loss_bytes
-        between_bytes = sum(map(attrgetter("held_bytes"), first)) - host_bytes + loss_bytes
+        first_s, loss_bytes, calls = self._compute_s(first), self.profile.loss_bytes, self.profile.calls
+        between_bytes = sum(self._each("held_bytes", first)) - host_bytes + loss_bytes
 
         def is_fast(position: int) -> bool:
             return first_s + self._sums_kept_at[position].backward_s[num_layers] <= most_s
@@ -293,7 +300,7 @@ class Search:
             if between_bytes + self._sums_kept_at[position].held_bytes[num_layers] > self.most_bytes:
                 return False  # while the loss is computed
             costs = first + self._costs_kept_at[position][num_layers:]
-            return peak_bytes(costs, num_layers, loss_bytes) <= self.most_bytes
+            return peak_bytes(costs, num_layers, loss_bytes, calls) <= self.most_bytes
 
         if not is_fast(highest):
             return None

@@ -23,7 +23,7 @@ from offload.observe.timeline import COPY_LANES, LANES, Kind, Lane, Span, Timeli
 from offload.planning.layer_costs import LayerPieces, inputs_of, layer_pieces, saved_of
 from offload.planning.profile import LayerProfile, Link, Profile, check_link, check_profile
 from offload.recompute.costs import LayerPolicy
-from offload.schedule.schedule import HasSchedule, Point, Schedule, backward
+from offload.schedule.schedule import HasSchedule, Move, Point, Schedule, backward, forward, released_before
 
 
 class Interlude(NamedTuple):
@@ -86,10 +86,18 @@ def simulate(
             )
     if title is None:
         title = f"{len(schedule.offloaded_layers)} of {schedule.model_layers} layers offloaded"
+    layers, calls, releases = profile.layers, profile.calls, schedule.releases
+    if calls:  # each as a layer
+        before, ran, moves = released_before(calls, lambda one: releases(forward(one))), dict[int, int](), list[Move]()
+        for now, (number, released) in enumerate(zip(calls, before, strict=False)):
+            moves += [Move(ran[one], forward(now), backward(now - 1)) for one in released]
+            ran[number] = now
+        layers, policies = tuple(layers[one] for one in calls), [policies[one] for one in calls]
+        schedule = Schedule(len(calls), tuple(moves))
     steps: list[Point | Interlude] = [*schedule.order, Interlude("rest of the step", profile.other_s)]
     loss = Interlude("loss", profile.loss_s, profile.loss_bytes)
     steps.insert(steps.index(backward(schedule.model_layers - 1)), loss)
-    return simulate_steps(schedule, profile.layers, link, steps, policies=policies, title=title)
+    return simulate_steps(schedule, layers, link, steps, policies=policies, title=title)
 
 
 @dataclass(eq=False, slots=True)

@@ -8,7 +8,7 @@ reload starts. Copies to the host start earlier, when autograd saves each tensor
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -253,6 +253,21 @@ class Schedule:
             cells[begin], cells[end] = "F", "B"
             lines.append(f"{layer:>5} " + " ".join(cell.rjust(width) for cell in cells).rstrip())
         return "\n".join(lines)
+
+
+def released_before(calls: Iterable[int], releases: Callable[[int], Iterable[int]]) -> list[tuple[int, ...]]:
+    """Before each forward and behind the last one, the layers that ``releases`` says by the number of a layer.
+
+    They have run since the first layers began again: what layers have saved before that is released no more.
+    """
+    found, begun, last = list[tuple[int, ...]](), set[int](), -1
+    for number in calls:
+        if number <= last:
+            begun, last = set(), -1
+        passed = range(last + 1, number + 1)  # layers are skipped
+        found.append(tuple(one for point in passed for one in releases(point) if one in begun))
+        begun.add(last := number)
+    return [*found, ()]
 
 
 def _group(pairs: Iterable[tuple[Point, int]]) -> dict[Point, tuple[int, ...]]:

@@ -130,16 +130,22 @@ class TestRegions:
 
 
 class TestSimulation:
-    @given(steps(sizes.map(lambda size: default(*size))))
-    def test_closed_form_is_the_simulation(self, step):
+    @pytest.mark.parametrize("case", ["once", "the list again", "in any order"])
+    @given(step=steps(sizes.map(lambda size: default(*size))), data=st.data())
+    def test_closed_form_is_the_simulation(self, case, step, data):
         """The search ranks by the closed form, so whatever that leaves out would be planned wrong."""
         schedule, profile, link, policies = step
-        num_layers = len(schedule.offloaded_layers)
+        num_layers, every = len(schedule.offloaded_layers), (*range(schedule.model_layers),)
+        if case == "in any order":
+            more = data.draw(st.lists(st.sampled_from(every), max_size=2 * len(every)))
+            profile = replace(profile, calls=data.draw(st.permutations([*every, *more])))
+        elif case == "the list again":
+            profile = replace(profile, calls=every * data.draw(st.integers(2, 3)))
         costs = costs_of(profile, link, range(num_layers), policies)
         timeline = simulate(schedule, profile, link, policies=policies)
-        assert peak_bytes(costs, num_layers, profile.loss_bytes) == timeline.peak_bytes
-        predicted_s = step_s(costs, num_layers, profile.loss_s, profile.other_s)
-        assert predicted_s == pytest.approx(timeline.duration_s, rel=1e-9)
+        assert peak_bytes(costs, num_layers, profile.loss_bytes, profile.calls) == timeline.peak_bytes
+        predicted_s = step_s(costs, num_layers, profile.loss_s, profile.other_s, profile.calls)
+        assert case == "in any order" or predicted_s == pytest.approx(timeline.duration_s, rel=1e-9)
 
     @given(steps())
     def test_without_policies_everything_saved_is_offloaded(self, step):
@@ -207,7 +213,7 @@ class TestSimulation:
                 several = Profile(profile.layers[:1] * count), Link(100, 1, 101)
                 costs = costs_of(*several, range(num_layers), policies[:1] * count)
                 timeline = simulate(default(num_layers, count), *several, policies=policies[:1] * count)
-                assert step_s(costs, num_layers, 0.0, 0.0) == pytest.approx(timeline.duration_s)
+                assert step_s(costs, num_layers, 0.0, 0.0, (*range(count),)) == pytest.approx(timeline.duration_s)
 
 
 def simple_ways(profile: Profile, link: Link) -> list[Plan]:
@@ -487,7 +493,7 @@ class TestPlan:
 def test_workspace_is_what_each_pass_needs():
     """What was measured beside what the layers keep, in backward or in forward, is there in the prediction."""
     profile = Profile(tuple(LayerProfile(0.1, 0.2, 100) for _ in range(3)))
-    plain = peaks_of(costs_of(profile, PCIE, ()), 0)
+    plain = peaks_of(costs_of(profile, PCIE, ()), 0, profile.calls)
     for more in ((5, 70), (70, 5)):
         forward = [one + more[0] for one in plain.forward]
         backward = [one + more[1] for one in plain.backward]
@@ -514,10 +520,11 @@ WIDE = LayerProfile.from_regions(
 @pytest.mark.parametrize("layer", [DECODER, WIDE])
 def test_workspace_of_layers_that_run_again_gives_the_peaks_that_were_measured(layer, num_layers):
     profile, policies = Profile((layer,) * 20), (LayerPolicy(frozenset({0}), frozenset({0})),) * 20
-    plain = peaks_of(costs_of(profile, PCIE, range(num_layers), policies), num_layers)
+    plain = peaks_of(costs_of(profile, PCIE, range(num_layers), policies), num_layers, profile.calls)
     measured = Peaks([one + MIB for one in plain.forward], plain.between, [one + 400 * MIB for one in plain.backward])
     found = with_workspace(profile, measured, num_layers, policies)
-    assert peaks_of(costs_of(found, PCIE, range(num_layers), policies), num_layers).backward == measured.backward
+    costs = costs_of(found, PCIE, range(num_layers), policies)
+    assert peaks_of(costs, num_layers, found.calls).backward == measured.backward
 
 
 class TestText:
