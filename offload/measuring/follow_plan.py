@@ -42,6 +42,7 @@ from offload.measuring.profile_layers import (
 )
 from offload.measuring.sizes import CostsBySize, Inputs, Size, given_to, is_within, rounded_up, with_skipped
 from offload.observe.memory import memory_peak
+from offload.optimizer.early import first_step_is_next
 from offload.planning.plan import Plan, TooLittleMemoryError, make_plan, relaxed
 from offload.planning.profile import Link, Profile
 from offload.planning.search import Among
@@ -211,6 +212,7 @@ class FollowPlan(HookedLayers):
         proved, self._proves = ran_twice or self._proves, False
         if self._stage == "timing":
             self._end_timing(self._backend.mark())
+        learned = self._stage == "learning" and all(one.proven for one in self._policies)
         last, self._inputs = self._inputs, given_to(inputs)
         size, gradient_bytes = self._costs.size_of(self._inputs), self._left.gradient_bytes()
         goes_on &= self.measures or (is_within(size, self._planned) and gradient_bytes <= self._planned_gradients)
@@ -218,7 +220,7 @@ class FollowPlan(HookedLayers):
             self._proves = proved  # one peak counts for all that runs before backward
             if self._stage == "timing":
                 self._timed_inputs = max(self._timed_inputs, self._inputs)
-        elif not self.measures or (self._stage == "learning" and all(one.proven for one in self._policies)):
+        elif not self.measures or (learned and not first_step_is_next(self._layers)):
             if self._costs.lack(self._inputs):
                 self._time()
             elif not is_within(size, self._planned) or gradient_bytes > self._planned_gradients:

@@ -63,6 +63,13 @@ def is_consumed(parameter: torch.Tensor) -> bool:
     return any(each.consumes(parameter) for each in _steps)
 
 
+def first_step_is_next(layers: Iterable[torch.nn.Module]) -> bool:
+    """Whether the backward that runs next makes the first step of these layers, which allocates state and slots."""
+    first = [each.stepper.optimizer for each in _steps if each.enabled and not each.stepper.counters["steps"]]
+    parameters = {one for layer in layers for one in layer.parameters()} if first else ()
+    return any(one in parameters for optimizer in first for _, one in with_groups(optimizer))
+
+
 class FreedGradient(torch.Tensor):
     """In ``parameter.grad`` until ``optimizer.step()``, if the gradient was freed: what computes with it raises.
 

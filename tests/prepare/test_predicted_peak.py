@@ -86,6 +86,7 @@ def peaks(
         pytest.param(ALL_CONSUMED, 640, 1, id="a plan that needs less than the measured step"),
         pytest.param(CONSUMED, 800, 1, id="gradients that are freed once they are stepped with"),
         pytest.param(CONSUMED, 1100, 3, id="the same of several microbatches"),
+        pytest.param(CONSUMED, 1300, 2, id="the same of two, of which the second one makes the first step"),
     ],
 )
 def test_a_predicted_peak_is_the_measured_one(
