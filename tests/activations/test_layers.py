@@ -177,6 +177,19 @@ def test_layers_whose_calls_are_checkpointed(reentrant: bool, streamed: bool, de
             assert handle.stats().offloaded_bytes - before == 2 * x.nbytes
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_policies_of_layers_whose_calls_are_checkpointed(reentrant: bool, device: torch.device) -> None:
+    """A second run of one ends with what the checkpoint saves, not with the layer inside of it."""
+    layers, x = build(lambda: ChecksPoint(reentrant), LAYERS, device)
+    expected = step_gradients(layers, x)
+    options = {"policies": {"*": "recompute"}, "min_bytes": 0, "device": device}
+    with offload_layers(layers, 2, **options) as handle:
+        for _ in range(3):
+            assert_same(expected, step_gradients(layers, x))
+        assert {*handle.regions(0).values()} == {"recompute"}
+        assert handle.stats().wasted_bytes == 0
+
+
 @pytest.mark.parametrize("weights_first", [False, True])
 def test_with_streamed_weights_in_either_order(weights_first: bool, device: torch.device) -> None:
     layers, x = build("decoder", LAYERS, device)
