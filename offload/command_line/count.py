@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry
 
 from offload.base.checks import check_number
@@ -35,7 +36,7 @@ from offload.planning.training_bytes import TrainingBytes
 from offload.recompute.costs import RegionProfile
 from offload.recompute.learn import ModuleNames, SavedTensor, Step, Storage, Trace
 from offload.recompute.operations import Operation, known_operation
-from offload.recompute.way import Way, list_regions, names_of
+from offload.recompute.way import Way, list_regions, names_of, shared_inputs, without_shared
 
 MOST_OPERATIONS = 3000
 """In a layer's forward: a loop over the tokens takes minutes to count, and stands for a kernel that is missing."""
@@ -196,6 +197,7 @@ class _Forward:
         self._names, self._moves = ModuleNames(layer), moves
         self._trace, self._seconds = Trace(), list[float]()
         self._numbers = WeakKeyDictionary[torch.UntypedStorage, int]()
+        self._references: list[StorageWeakRef] = []
 
     def note(
         self, operation: Operation, seconds: float, read: Iterable[torch.Tensor], made: Iterable[torch.Tensor]
@@ -218,15 +220,18 @@ class _Forward:
         saved = self._number_of(tensor), len(self._trace.steps), 0, tensor.shape, tensor.stride(), tensor.dtype
         self._trace.saved.append(SavedTensor(*saved, movable=self._moves(tensor)))
 
-    def regions(self, forward_s: float) -> tuple[RegionProfile, ...]:
+    def regions(self, forward_s: float) -> tuple[tuple[RegionProfile, ...], list[StorageWeakRef]]:
+        """The regions, and the memory of the inputs among them, which are the first ones."""
         no_state: Any = None  # the layer never runs again
-        return list_regions(Way(self._trace, no_state, names_of(self._trace)), self._seconds, forward_s)
+        way = Way(self._trace, no_state, names_of(self._trace))
+        return list_regions(way, self._seconds, forward_s), [self._references[number] for number in way.sources]
 
     def _number_of(self, tensor: torch.Tensor) -> int:
         storage, trace = tensor.untyped_storage(), self._trace
         if storage not in self._numbers:
             self._numbers[storage] = number = len(trace.storages)
             trace.storages.append(Storage(storage.nbytes()))
+            self._references.append(StorageWeakRef(storage))
             trace.movable_inputs |= {number} if self._moves(tensor) else set()  # those that are given
         return self._numbers[storage]
 
@@ -279,9 +284,12 @@ class StepCount(CpuAllocations):
         """What was counted, if every layer has run forward and backward."""
         if len(self._times.ran) < len(self._times.layers):
             raise ValueError("some of its layers run no forward, or no backward")
-        timed = zip(self._forwards, self._times.seconds(), strict=True)
-        layers = tuple(LayerProfile.from_regions(one.regions(seconds[0]), *seconds) for one, seconds in timed)
-        return with_workspace(Profile(layers, self._times.loss_s()), self._times.peaks())
+        each_s = self._times.seconds()
+        found = [one.regions(forward_s) for one, (forward_s, _) in zip(self._forwards, each_s, strict=True)]
+        shared = shared_inputs([given for _, given in found])
+        regions = [without_shared(*layer, shared) for layer in found]
+        layers = [LayerProfile.from_regions(one, *seconds) for one, seconds in zip(regions, each_s, strict=True)]
+        return with_workspace(Profile(tuple(layers), self._times.loss_s()), self._times.peaks())
 
 
 def _said(error: BaseException) -> str:

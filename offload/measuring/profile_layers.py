@@ -28,6 +28,7 @@ from offload.planning.search import layers_of_kinds
 from offload.recompute.costs import LayerPolicy, RegionProfile
 from offload.recompute.layer_policies import LayerPolicies
 from offload.recompute.policies import Policy
+from offload.recompute.way import shared_inputs
 from offload.schedule.schedule import Schedule
 
 _logger = logging.getLogger(__name__)
@@ -163,7 +164,7 @@ def counted_once(policies: Sequence[LayerPolicies]) -> list[tuple[RegionProfile,
 
     It is on the device all the time from here on: what is measured beside the regions has it.
     """
-    shared = {*policies[-1].given} & {memory for one in policies[:-1] for memory in one.given}
+    shared = shared_inputs([one.given for one in policies])
     for one in policies if shared else ():
         one.share(shared)
     return [one.costs for one in policies]

@@ -9,7 +9,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -22,7 +21,7 @@ from offload.recompute.learn import Clock
 from offload.recompute.policies import RECOMPUTE, SOURCE, Policy, RegionPolicies, matches
 from offload.recompute.second_run import SecondRun
 from offload.recompute.state import Settings
-from offload.recompute.way import Sizes, Way
+from offload.recompute.way import Sizes, Way, without_shared
 
 InputKind = tuple[Hashable, Sizes]  # what tells one kind of input from another, and the sizes of its tensors
 
@@ -139,8 +138,7 @@ class LayerPolicies(RegionPolicies):
     def share(self, memories: Collection[Hashable]) -> None:
         """Keep inputs that are in these memories on the device in any case, and count none of them."""
         self.resident = [one in memories for one in self.given]
-        places = {place for place, stays in enumerate(self.resident) if stays}
-        self.costs = tuple(replace(one, nbytes=0) if place in places else one for place, one in enumerate(self.costs))
+        self.costs = without_shared(self.costs, self.given, memories)
         self._settle_ways()
 
     def measure_again(self) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 
 import torch
 
@@ -315,6 +317,19 @@ def list_regions(way: Way, seconds: Sequence[float], forward_s: float) -> tuple[
         read = [one for step in trace.steps[zone:] for one in step.reads]
         add(REST, rest, math.fsum(seconds[zone:]), [*read, *rest])
     return tuple(costs)
+
+
+def shared_inputs(given: Sequence[Iterable[Hashable]]) -> set[Hashable]:
+    """Of the memories that each layer is given, those that the last one is given and others too, as a mask is."""
+    return {*given[-1]}.intersection(chain.from_iterable(given[:-1]))
+
+
+def without_shared(
+    costs: Sequence[RegionProfile], given: Iterable[Hashable], shared: Container[Hashable]
+) -> tuple[RegionProfile, ...]:
+    """The regions of a layer that is given these memories, which come first, and counts none of those shared."""
+    places = {place for place, memory in enumerate(given) if memory in shared}
+    return tuple(replace(one, nbytes=0) if place in places else one for place, one in enumerate(costs))
 
 
 def _leading_to(trace: Trace, storages: list[int]) -> set[int]:
