@@ -65,9 +65,10 @@ def is_consumed(parameter: torch.Tensor) -> bool:
 
 def first_step_is_next(layers: Iterable[torch.nn.Module]) -> bool:
     """Whether the backward that runs next makes the first step of these layers, which allocates state and slots."""
-    first = [each.stepper.optimizer for each in _steps if each.enabled and not each.stepper.counters["steps"]]
+    first = [each.stepper.reference() for each in _steps if each.enabled and not each.stepper.counters["steps"]]
     parameters = {one for layer in layers for one in layer.parameters()} if first else ()
-    return any(one in parameters for optimizer in first for _, one in with_groups(optimizer))
+    there = (optimizer for optimizer in first if optimizer is not None)  # others have no step to make
+    return any(one in parameters for optimizer in there for _, one in with_groups(optimizer))
 
 
 class FreedGradient(torch.Tensor):

@@ -28,6 +28,7 @@ from training import (
     values,
 )
 
+from offload import offload_layers
 from offload.optimizer.chunks import StepWait
 from offload.optimizer.early import FreedGradient
 
@@ -466,3 +467,14 @@ def test_a_step_without_a_decorator(in_backward: bool, create_graph: bool, lab: 
     assert handle is not None
     assert (handle.stats().backward_chunks > 0) == in_backward
     assert all(map(torch.equal, *found))
+
+
+def test_an_optimizer_that_is_gone_makes_no_first_step(lab: Lab) -> None:
+    """Its handle may be left, while other layers are timed in a microbatch that makes no optimizer's first step."""
+    gone, model = build(lab.device), build(lab.device)
+    left = stream(adamw(gone.parameters()), in_backward=True)
+    with offload_layers([*model], memory_budget="1GiB", min_bytes=1, device=lab.device) as handle:
+        for number in range(4):
+            loss_of(model, number).backward()
+        assert handle.state == "following"
+    assert left is not None
