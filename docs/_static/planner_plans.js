@@ -85,13 +85,18 @@ globalThis.offloadPlanner = (() => {
     const sum_s = seconds(0, 3 * rows * shape.hidden * one);
     const forward_s = fsum(regions.map((region) => region.seconds)) + down_s + sum_s;
     const backward_s = 2 * forward_s + attention_s / 2;
+    let shared = 0; // by all layers: on the device all the time
+    for (const one of [cos, sin].map((number) => regions[number]).filter(Boolean)) {
+      shared += one.nbytes;
+      one.nbytes = 0;
+    }
     const tensors = regions.filter((region) => region.saved).map((region) => region.nbytes);
-    const workspace_bytes = 3 * nbytes; // gradients inside of the MLP
+    const workspace_bytes = 3 * nbytes + shared; // with gradients inside of the MLP
     const layer = { forward_s, backward_s, saved_bytes: sum(tensors), tensors, workspace_bytes, regions };
     const logits = rows * shape.vocab, head_s = seconds(2 * logits * shape.hidden, 0);
     const loss_s = 3 * head_s + (LOSS_READS * logits) / rates.bytes_per_s;
     const at_once = shape.vocab * Math.min(rows, CHUNK_TOKENS), summed = 4 * shape.vocab * shape.hidden; // in float32
-    const loss_bytes = fused_loss ? LOSS_BYTES * at_once + summed : LOSS_BYTES * logits;
+    const loss_bytes = shared + (fused_loss ? LOSS_BYTES * at_once + summed : LOSS_BYTES * logits);
     return { layer, count: shape.layers, loss_s, other_s: 0, loss_bytes };
   }
 
