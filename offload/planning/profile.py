@@ -172,9 +172,13 @@ class Profile:
                 )
         if not layers:
             raise ValueError("layers must hold at least one LayerProfile, got none; profile the layers to offload.")
-        vars(self).update(layers=layers, calls=tuple(self.calls))
+        calls = tuple(self.calls) if isinstance(self.calls, Iterable) else (self.calls,)
+        vars(self).update(layers=layers, calls=calls)
         if {*self.order} != {*range(len(layers))}:
-            raise ValueError(f"calls must name each of the layers 0 to {len(layers) - 1}, got {self.calls}.")
+            raise ValueError(
+                f"calls must name each of the layers 0 to {len(layers) - 1}, got {calls}; leave it out where each is "
+                "called once in order."
+            )
         for name in ("loss_s", "other_s", "loss_bytes"):
             check_number(name, getattr(self, name))
 

@@ -93,6 +93,16 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: Link("55GB/s", 1, 2), TypeError, r"d2h_bytes_per_s must be a positive, .* got '55GB/s'"),
     (lambda: Profile(layers()), TypeError, "layers must hold a LayerProfile for each layer, got a Linear"),
     (lambda: Profile(3), TypeError, "layers must hold a LayerProfile for each layer, got 3"),
+    (
+        lambda: Profile(PROFILE.layers, calls=(0, 1)),
+        ValueError,
+        r"calls must name .* 0 to 3, got \(0, 1\); leave it out",
+    ),
+    (
+        lambda: Profile(PROFILE.layers, calls=4),
+        ValueError,
+        r"calls must name each of the layers 0 to 3, got \(4,\); leave",
+    ),
     (lambda: LayerProfile(1, None, 3), TypeError, "backward_s must be a finite number, at least 0, got None"),
     (lambda: LayerProfile(1, 2, 3, 3), TypeError, "tensors must hold the bytes of each tensor, .* got 3"),
     (lambda: StageProfile(forward_s="1"), TypeError, "forward_s must be a finite number, at least 0, got '1'"),
