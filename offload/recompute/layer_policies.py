@@ -137,8 +137,8 @@ class LayerPolicies(RegionPolicies):
 
     def share(self, memories: Collection[Hashable]) -> None:
         """Keep inputs that are in these memories on the device in any case, and count none of them."""
-        self.resident = [one in memories for one in self.given]
         self.costs = without_shared(self.costs, self.given, memories)
+        self.keep_uncounted(self.costs)
         self._settle_ways()
 
     def measure_again(self) -> None:

@@ -7,7 +7,7 @@ tensor that is computed from it is kept in its place.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from fnmatch import fnmatchcase
 
@@ -81,7 +81,7 @@ class RegionPolicies:
     def follow(self, numbered: LayerPolicy, regions: Sequence[RegionProfile]) -> None:
         """Follow a plan for these regions by their numbers from now on."""
         self.numbered, self._known, self.source = numbered, {}, KEEP
-        self.resident = [not one.nbytes for one in regions if one.name == SOURCE]
+        self.keep_uncounted(regions)
         for number, cost in enumerate(regions):
             held = OFFLOAD if number in numbered.offloaded else KEEP
             if cost.name == SOURCE:
@@ -91,6 +91,10 @@ class RegionPolicies:
         # Of what the plan does not name, as inputs of another kind may have it: rather slower than planned than in more
         # memory than planned.
         self._unplanned = RECOMPUTE if RECOMPUTE in self._known.values() else KEEP
+
+    def keep_uncounted(self, regions: Iterable[RegionProfile]) -> None:
+        """Keep the inputs among these regions that count nothing, as all layers share them, on the device."""
+        self.resident = [not one.nbytes for one in regions if one.name == SOURCE]
 
     def of(self, name: str) -> Policy:
         known = self._known.get(name)
