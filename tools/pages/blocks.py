@@ -144,7 +144,7 @@ def measured_on(rows: Sequence[Mapping[str, Any]], record: Mapping[str, Any], *,
     if len(runs) == 1:
         return runs[0][0]
     if by_row:
-        return f"{len(runs)} commits (last column), {' and '.join(sorted({day for day, _ in runs}))}"
+        return f"{len(runs)} commits (last column), {', '.join(sorted({day for day, _ in runs}))}"
     commits: dict[str, list[str]] = {}
     for day, commit in runs:
         commits.setdefault(day, []).append(commit)
