@@ -26,7 +26,7 @@ from offload.measuring.follow_compiled import follow_plan
 from offload.measuring.follow_plan import FollowPlan
 from offload.measuring.in_pieces import Pieces
 from offload.measuring.memory_left import BrokenBudget, MemoryLeft, bytes_of_gradients, usable_bytes
-from offload.optimizer.chunks import seconds_per_element
+from offload.optimizer.arithmetic import seconds_per_element
 from offload.optimizer.proof import with_groups
 from offload.optimizer.state import local, move_state
 from offload.optimizer.stream import OptimizerStats, StreamedOptimizer, stream_optimizer

@@ -11,14 +11,12 @@ they are not on the device already, and the weights are written with the state.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +26,6 @@ from offload.base import trace
 from offload.base.checks import warn_caller
 from offload.base.tensors import aligned
 from offload.device.backend import Backend, Event
-from offload.device.select import get_backend
 from offload.optimizer.proof import (
     OWN,
     Group,
@@ -36,7 +33,6 @@ from offload.optimizer.proof import (
     dtype_of_step,
     gradient_dtype,
     is_large,
-    prove,
     stand_in_for,
     unhooked_step,
     with_groups,
@@ -120,6 +116,7 @@ class ChunkStepper:
         self._d2h_stream, self._h2d_stream = backend.copy_streams
         self._slots: list[StateSlot] = []
         self._next_slot = 0
+        self._slot_bytes = 0  # the most that a chunk has to have loaded, from its second step on
         self.last_copy: Event | None = None  # of all that were queued to the host; ``None`` if it is known to be over
         self._changes: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
@@ -211,14 +208,18 @@ class ChunkStepper:
         backend, h2d = self.backend, self._h2d_stream
         tensors: list[dict[str, torch.Tensor]] = []
         sources: list[tuple[dict[str, torch.Tensor], str, torch.Tensor]] = []
+        later_bytes = 0
         for piece in chunk:
             entry = self.store.shown.entry(piece.state.parameter)
+            homes = {key: piece.of(home) for key, home in piece.state.homes.items()}
+            beside = {key: piece.of(source) for key, source in piece.state.sources().items()}
             # Others wait for the parameter's first step, which makes the state.
-            parts = {key: piece.of(home) for key, home in piece.state.homes.items() if key in entry}
+            parts = {key: home for key, home in homes.items() if key in entry}
             tensors.append(parts)
-            if not piece.state.resident:
-                sources += [(parts, key, part) for key, part in parts.items()]
-            sources += [(parts, key, piece.of(source)) for key, source in piece.state.sources().items()]
+            loaded = beside if piece.state.resident else homes | beside
+            sources += [(parts, key, part) for key, part in loaded.items() if key in parts or key in beside]
+            later_bytes += sum(aligned(part.nbytes) for part in loaded.values())
+        self._slot_bytes = max(self._slot_bytes, later_bytes)
         slot = self._take_slot(sum(aligned(part.nbytes) for *_, part in sources))
         if not sources:
             return Loaded(chunk, slot, tensors, None)
@@ -240,20 +241,28 @@ class ChunkStepper:
 
     def _take_slot(self, nbytes: int) -> StateSlot:
         """The next slot, with at least so much memory, and as much as any other: slots grow in no later step."""
-        compute = self.backend.compute_stream()
         if len(self._slots) < NUM_SLOTS:
-            self._slots.append(StateSlot(self.backend.empty(0), compute.record_event()))
+            self._slots.append(StateSlot(self.backend.empty(0), self.backend.compute_stream().record_event()))
         slot = self._slots[self._next_slot % NUM_SLOTS]
         self._next_slot += 1
-        nbytes = max(nbytes, *(len(one.memory) for one in self._slots))
+        self._grow(slot, max(nbytes, *(len(one.memory) for one in self._slots)))
+        return slot
+
+    def _grow(self, slot: StateSlot, nbytes: int) -> None:
+        """Let a slot have at least so much memory, and hold nothing else if it had less."""
         if len(slot.memory) < nbytes:
             self.counters["slot_bytes"] += nbytes - len(slot.memory)
-            # Copies out of the old memory must be over before compute uses it for something else.
-            self.backend.wait(compute, slot.free, StepWait.RELEASE)
+            self._release(slot)
             self.backend.use_here(slot.memory)
             slot.memory = self.backend.empty(nbytes)
-            slot.free = compute.record_event()
-        return slot
+            slot.free = self.backend.compute_stream().record_event()
+
+    def _release(self, slot: StateSlot) -> None:
+        """Let compute use the memory that the slot's last step has made, once the copies out of it are over."""
+        self.backend.wait(self.backend.compute_stream(), slot.free, StepWait.RELEASE)
+        while slot.held:
+            self.backend.use_here(slot.held[-1])  # a step beside backward frees what optimizer.step() has made
+            self.backend.discard(slot.held.pop())
 
     def step_chunk(self, loaded: Loaded) -> None:
         """Step a chunk on the compute stream, and queue the copies of its new state to the host."""
@@ -261,10 +270,7 @@ class ChunkStepper:
         if loaded.event is not None:
             backend.wait(compute, loaded.event, StepWait.LOADED)
         if slot.held:
-            backend.wait(compute, slot.free, StepWait.RELEASE)
-            while slot.held:
-                backend.use_here(slot.held[-1])  # a step beside backward frees what optimizer.step() has made
-                backend.discard(slot.held.pop())
+            self._release(slot)
         copies: list[tuple[ParameterState, torch.Tensor, torch.Tensor]] = []
         for piece, (target, entry) in zip(loaded.chunk, self._run(loaded), strict=True):
             copies += self._keep(piece, entry)
@@ -287,7 +293,12 @@ class ChunkStepper:
         self.counters["chunks"] += 1
 
     def finish(self) -> None:
-        """All chunks of a step are queued: what they have set in groups and attributes holds from now on."""
+        """All chunks of a step are queued: what they have set in groups and attributes holds from now on.
+
+        After the first step, slots have the memory that the next ones need: these may be measured.
+        """
+        for slot in self._slots:
+            self._grow(slot, self._slot_bytes)
         for target, found in self._changes:
             target.update(found)
         self._changes.clear()
@@ -411,40 +422,3 @@ def _dense(gradient: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     if gradient.stride() == weights.stride():
         return gradient
     return torch.empty_like(weights, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
-
-
-TIMED_STEPS = 3
-STATE_BYTES = 8  # of an element, as AdamW has it in float32: this sizes the parameter that is stepped, no more
-FILLING = 64  # copies that keep an accelerator busy until the host has queued the step: kernels are timed, no gaps
-
-
-def seconds_per_element(
-    optimizer: torch.optim.Optimizer,
-    state_dtype: torch.dtype | None,
-    device: torch.device,
-    chunk_bytes: int,
-    *,
-    master_weights: bool = False,
-) -> float:
-    """Seconds of a step for each element, of a parameter like the largest whose state is resident and fills a chunk."""
-    trained = [pair for pair in with_groups(optimizer) if pair[1].requires_grad and pair[1].ndim and pair[1].numel()]
-    if not trained:
-        return 0.0
-    number, largest = max(trained, key=lambda pair: pair[1].numel())
-    columns = math.prod(largest.shape[1:])
-    size = max(1, min(len(largest), chunk_bytes // STATE_BYTES // columns)), *largest.shape[1:]
-    parameter = nn.Parameter(torch.zeros(size, dtype=largest.dtype, device=device))
-    parameter.grad = torch.zeros_like(parameter)
-    alone = stand_in_for(optimizer, [{**optimizer.param_groups[number], "params": [parameter]}], defaultdict(dict))
-    backend, proof = get_backend(device), prove(alone, state_dtype, device)
-    options: dict[str, Any] = {"state_dtype": state_dtype, "master_weights": master_weights, "max_host_bytes": None}
-    stepper = ChunkStepper(alone, backend, max(1, chunk_bytes), proof=proof, resident_bytes=1 << 60, **options)
-    with torch.no_grad():
-        stepper.step([(0, parameter)])  # which makes the state
-        for _ in range(FILLING if device.type != "cpu" else 0):
-            parameter.data.copy_(parameter.grad)
-        marks = [backend.mark()]
-        for _ in range(TIMED_STEPS):
-            stepper.step([(0, parameter)])
-            marks.append(backend.mark())
-    return min(backend.seconds(pairwise(marks))) / parameter.numel()

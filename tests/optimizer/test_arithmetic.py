@@ -9,7 +9,7 @@ from models import assert_same
 from torch import nn
 from training import build, plain_steps, values
 
-from offload.optimizer.chunks import seconds_per_element
+from offload.optimizer.arithmetic import seconds_per_element
 from offload.optimizer.state import join, split
 
 
