@@ -22,16 +22,19 @@ IN_WORDS = {
 
 
 def resident_of(row: Row, rows: list[Row]) -> Row | None:
-    """The run of as many tokens with everything on the device and checkpointing, if it fitted the GPU."""
+    """The run of as many tokens with everything on the device and checkpointing, if it fitted the GPU.
+
+    Machines differ by some percent from session to session: the one of the same commit, or else the newest.
+    """
     found = [one for one in rows if one["tokens"] == row["tokens"] and not one["budget_bytes"] and "error" not in one]
-    return found[0] if found else None
+    return max(found, key=lambda one: (one.get("commit") == row.get("commit"), one.get("date", "")), default=None)
 
 
 def best_of(rows: list[Row]) -> tuple[Row, Row]:
-    """Of the smallest budget that was kept, the row closest to the step with everything on the device; and that."""
+    """Of the smallest budget that was kept, the row of the most tokens; and the step with everything on the device."""
     beside = [(row, resident_of(row, rows)) for row in rows if row["budget_bytes"] and "error" not in row]
     kept = [(row, resident) for row, resident in beside if resident is not None]
-    return min(kept, key=lambda pair: (pair[0]["budget_bytes"], pair[0]["step_s"] / pair[1]["step_s"]))
+    return min(kept, key=lambda pair: (pair[0]["budget_bytes"], -pair[0]["tokens"]))
 
 
 def longer(row: Row, rows: list[Row]) -> str:
@@ -82,8 +85,8 @@ def whole_trainings(_page: Path) -> str:
     said = (
         f"{where(record, rows)} "
         f"{LLAMA} in bfloat16, AdamW with float32 moments, the loss in chunks, {OPTIONS}. "
-        "Each row is a process that PyTorch limits to the budget. Rows without a budget have all on the device, "
-        "checkpointed by Hugging Face."
+        "Each row is a process that PyTorch limits to the budget. Without a budget, all is on the device, "
+        "checkpointed by Hugging Face: the others' baseline, of their commit or else the newest."
     )
     parts = [said]
     for tokens in sorted({row["tokens"] for row in rows}):
