@@ -153,12 +153,14 @@ class Frame:
         self._check_unchanged()
         if self.replay.hands_over and not self.strange:
             tell, self.unproven = self.unproven, None
+            found: dict[int, torch.Tensor] = {}
             try:
                 found = self._run(hand_over=True)
                 return found if tell is None else self._run_once_more(found, tell)
             except (AnotherWayError, RuntimeError) as error:
                 if not (self.replay.sized or tell is not None or isinstance(error, AnotherWayError)):
                     raise
+                found.clear()  # the device need not have memory for a third run beside it
                 self.strange = self.replay.wrong = True  # a result of a wrong size fails in the operation that reads it
             if tell is not None:
                 tell(False)

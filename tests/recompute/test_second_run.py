@@ -1820,6 +1820,35 @@ def test_handing_over_that_gives_other_bits_is_seen_in_backward_where_memory_is_
             assert len(runs) == times * len(layers)
 
 
+@pytest.mark.usefixtures("no_room")
+def test_what_a_failed_comparison_has_computed_is_freed_before_the_layer_runs_once_more(
+    lab: Lab, unplanned: set[str]
+) -> None:
+    """The device had no memory for the comparison."""
+    way, runs = Way(), list[bool]()
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        runs.append(any(isinstance(mode, HandOver) for mode in _get_current_dispatch_mode_stack()))
+        if way.now and runs[-2:] == [True, False]:
+            raise torch.OutOfMemoryError("no memory is left to compare")
+        return (x + 1).sin().cos().sin().cos() * w.mean()
+
+    unplanned.add("handing over gave other bits")
+    peak_bytes = []
+    for fails in (0, 1):
+        layers, x = functions(function, lab)
+        with offloaded(layers, lab, ADD, max_host_bytes=4096):
+            way.now = 0
+            step(layers, x)
+            way.now = fails
+            loss, before = loss_of(through(layers, x)), len(runs)
+            with offload.memory_meter(lab.device) as meter:
+                loss.backward()
+            peak_bytes.append(meter.peak_bytes)
+            assert len(runs) - before == (2 + fails) * LAYERS
+    assert peak_bytes[1] <= peak_bytes[0]
+
+
 @pytest.mark.parametrize(("where", "lacks"), [("prove_all", "no_room"), ("_hand_over", "full_device")])
 def test_what_the_device_has_no_memory_for_after_a_proof_is_an_error(
     where: str, lacks: str, lab: Lab, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
