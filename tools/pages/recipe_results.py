@@ -48,7 +48,8 @@ def start_recipe(page: Path) -> str:
     """What the start page's one line came to: all on the device, the smallest budget, and the first faster one."""
     record = read("recipe")
     row, resident = best_of(record["rows"])
-    rows = [resident, row, *faster_of([one for one in record["rows"] if one["tokens"] == row["tokens"]])]
+    faster = faster_of([one for one in record["rows"] if one["tokens"] == row["tokens"]])
+    rows = [resident, row, *(one for one in faster if one is not row)]
     columns: Columns = {
         "way": lambda one: (
             f'`memory_budget="{gib(one["budget_bytes"], 0)}GiB"`'
@@ -66,7 +67,7 @@ def start_recipe(page: Path) -> str:
         f"{markdown_table(cells(rows, columns), left=1)}\n\n"
         f"A full fine-tune of {LLAMA} with AdamW, {row['tokens']:,} tokens a step, the loss [in chunks]({chunks}). "
         f"With {gib(row['budget_bytes'], 0)} GiB, `prepare` {did}. The options are {OPTIONS}: to step in "
-        f"backward excludes clipping. {where(record, rows)}\n"
+        f"backward excludes clipping. {where(record, rows, by_row=False)}\n"
     )
 
 
