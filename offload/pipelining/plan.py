@@ -25,7 +25,7 @@ from offload.base.checks import check_number, check_type, format_bytes, format_s
 from offload.observe.timeline import Timeline
 from offload.pipelining.order import Action, Chunk, number_chunks, read_actions
 from offload.planning.profile import LayerProfile, Link, check_link
-from offload.planning.simulate import Interlude, simulate_steps
+from offload.planning.simulate import Interlude, run_steps
 from offload.schedule.schedule import Move, Point, Schedule, backward, forward
 
 Absent = dict[int, tuple[int, int]]  # offloaded part → indices of the points of its release and its reload
@@ -247,7 +247,7 @@ class PipelinePlan:
     @cached_property
     def timeline(self) -> Timeline:
         """The simulated step, bubbles left out. Where a backward is split, memory counts as free after its half I."""
-        return simulate_steps(self.schedule, self._step.layers, self.link, self._step.steps, title=repr(self))
+        return run_steps(self.schedule, self._step.layers, self.link, self._step.steps).timeline(repr(self))
 
     @property
     def stall_s(self) -> float:

@@ -22,7 +22,7 @@ from operator import attrgetter
 from offload.base.checks import format_bytes, format_s
 from offload.planning.plan import Plan, TooLittleMemoryError
 from offload.planning.profile import Link
-from offload.planning.simulate import Interlude, steps_s
+from offload.planning.simulate import Interlude, run_steps
 from offload.planning.training_bytes import RECIPES, Recipe, TrainingBytes
 from offload.schedule.schedule import Point
 
@@ -130,7 +130,7 @@ class Prediction:
             layers = tuple(replace(layer, backward_s=max(0.0, layer.backward_s - less_s)) for layer in layers)
         rest = Interlude("rest of the step", max(0.0, profile.other_s - before.step - before.tail))
         steps = [*self._steps(plan, recipe, resident), rest]
-        return steps_s(plan.schedule, layers, self.link, steps, plan.policies)
+        return run_steps(plan.schedule, layers, self.link, steps, plan.policies).seconds
 
     def _steps(self, plan: Plan, recipe: Recipe, resident: int) -> Iterator[Point | Interlude]:
         """The points of the schedule, and before each what the recipe does there."""

@@ -97,7 +97,7 @@ def simulate(
     steps: list[Point | Interlude] = [*schedule.order, Interlude("rest of the step", profile.other_s)]
     loss = Interlude("loss", profile.loss_s, profile.loss_bytes)
     steps.insert(steps.index(backward(schedule.model_layers - 1)), loss)
-    return simulate_steps(schedule, layers, link, steps, policies=policies, title=title)
+    return run_steps(schedule, layers, link, steps, policies).timeline(title)
 
 
 @dataclass(eq=False, slots=True)
@@ -120,53 +120,42 @@ class _Task:
         return 0.0 if self.after is None else self.after.end_s
 
 
-def simulate_steps(
-    schedule: Schedule,
-    layers: Sequence[LayerProfile],
-    link: Link,
-    steps: Iterable[Point | Interlude],
-    *,
-    policies: Sequence[LayerPolicy | None] | None = None,
-    title: str,
-) -> Timeline:
-    """The timeline of any steps: the points of the schedule in their order, and what compute does between them."""
-    queues, queued_s = _run(schedule, layers, link, steps, policies)
-    compute = queues["compute"]
-    # Pieces of a layer without a pause are one span; compute that belongs to no layer is not joined.
-    spans = [*merged(_compute_spans(compute), lambda span: -1.0 if span.layer is None else 0.0)]
-    spans += [
-        Span(lane, task.kind, task.start_s, task.end_s, task.label, task.layer, round(task.amount))
-        for lane in COPY_LANES
-        for task in queues[lane]
-    ]
-    if queued_s > (end_s := max((task.end_s for task in compute), default=0.0)):
-        spans.append(Span("compute", "late", end_s, queued_s, "wait for the host"))
-    changes = [edge for one in compute for edge in ((one.start_s, one.taken_bytes), (one.end_s, -one.freed_bytes))]
-    held = accumulate(change for _, change in changes)
-    memory = [(time_s, nbytes) for (time_s, change), nbytes in zip(changes, held, strict=True) if change]
-    return Timeline(tuple(spans), ((0.0, 0), *memory), title)
-
-
-def steps_s(
-    schedule: Schedule,
-    layers: Sequence[LayerProfile],
-    link: Link,
-    steps: Iterable[Point | Interlude],
-    policies: Sequence[LayerPolicy | None],
-) -> float:
-    """Seconds of any steps: when the timeline's last span of compute ends."""
-    queues, queued_s = _run(schedule, layers, link, steps, policies)
-    return max(queued_s, queues["compute"][-1].end_s)
-
-
-def _run(
-    schedule: Schedule,
-    layers: Sequence[LayerProfile],
-    link: Link,
-    steps: Iterable[Point | Interlude],
-    policies: Sequence[LayerPolicy | None] | None,
-) -> tuple[dict[Lane, list[_Task]], float]:
+class Run(NamedTuple):
     """What each stream does, and when; and the host's seconds."""
+
+    queues: dict[Lane, list[_Task]]
+    host_s: float
+
+    @property
+    def seconds(self) -> float:
+        """When the timeline's last span of compute ends."""
+        return max(self.host_s, self.queues["compute"][-1].end_s)
+
+    def timeline(self, title: str) -> Timeline:
+        compute = self.queues["compute"]
+        # Pieces of a layer without a pause are one span; compute that belongs to no layer is not joined.
+        spans = [*merged(_compute_spans(compute), lambda span: -1.0 if span.layer is None else 0.0)]
+        spans += [
+            Span(lane, task.kind, task.start_s, task.end_s, task.label, task.layer, round(task.amount))
+            for lane in COPY_LANES
+            for task in self.queues[lane]
+        ]
+        if self.host_s > (end_s := max((task.end_s for task in compute), default=0.0)):
+            spans.append(Span("compute", "late", end_s, self.host_s, "wait for the host"))
+        changes = [edge for one in compute for edge in ((one.start_s, one.taken_bytes), (one.end_s, -one.freed_bytes))]
+        held = accumulate(change for _, change in changes)
+        memory = [(time_s, nbytes) for (time_s, change), nbytes in zip(changes, held, strict=True) if change]
+        return Timeline(tuple(spans), ((0.0, 0), *memory), title)
+
+
+def run_steps(
+    schedule: Schedule,
+    layers: Sequence[LayerProfile],
+    link: Link,
+    steps: Iterable[Point | Interlude],
+    policies: Sequence[LayerPolicy | None] = (),
+) -> Run:
+    """Run any steps: the points of the schedule in their order, and what compute does between them."""
     offloaded, steps = {*schedule.offloaded_layers}, [*steps]
     pieces = [
         layer_pieces(layer, policy, offloads=number in offloaded)
@@ -176,8 +165,8 @@ def _run(
     for task in _tasks(schedule, layers, pieces, steps):
         queues[task.lane].append(task)
     _find_times(queues, link)
-    host_s = math.fsum(pieces[one.layer].host_s for one in steps if isinstance(one, Point) and one.phase == "F")
-    return queues, host_s
+    forwards = (one.layer for one in steps if isinstance(one, Point) and one.phase == "F")
+    return Run(queues, math.fsum(pieces[layer].host_s for layer in forwards))
 
 
 def _tasks(
