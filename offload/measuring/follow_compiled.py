@@ -40,7 +40,7 @@ from offload.base.torch_private import (
 from offload.device.backend import Backend
 from offload.measuring.follow_plan import FollowPlan
 from offload.measuring.memory_left import MemoryLeft
-from offload.measuring.profile_layers import learning_policies, learning_schedule
+from offload.measuring.profile_layers import learning_policies
 from offload.recompute.compiled_levels import NAMES, CompiledForward, CompiledPolicies, Level, Runs, parse_compile
 from offload.recompute.costs import RegionProfile
 from offload.recompute.layer_inputs import LayerInputs, Place, with_tensors
@@ -387,10 +387,6 @@ class FollowCompiledPlan(FollowPlan):
             learning_policies([layer])[0] if forward is None else CompiledPolicies(layer, forward)
             for layer, forward in pairs
         ]
-
-    def _recompute_all(self) -> None:
-        followed = [None if isinstance(one, CompiledPolicies) else one for one in self._policies]
-        self.context.follow(learning_schedule(len(self._layers)), followed)
 
     def _put_back(self) -> None:
         for forward in self._forwards:

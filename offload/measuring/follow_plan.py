@@ -169,7 +169,8 @@ class FollowPlan(HookedLayers):
         return self._peak.now_bytes() + self._gradient_bytes + nbytes > (self._budget or self._left.device_bytes())
 
     def _recompute_all(self) -> None:
-        self.context.follow(learning_schedule(len(self._layers)), self._policies)
+        policies = [one if one.runs_again else None for one in self._policies]  # compiled layers have no others
+        self.context.follow(learning_schedule(len(self._layers)), policies)
 
     def _time(self) -> None:
         """Time the layers in the microbatch that begins, with everything recomputed."""
@@ -327,7 +328,8 @@ class FollowPlan(HookedLayers):
                 return
             least = [*largest.policies] == recompute_all(largest.profile)
             tried = "although everything is recomputed" if least else f"by {CORRECTIONS + 1} plans"
-            self._left.broken.warn_of_peak(self._as_asked(self._budget), tried, self._as_asked(self._peak_bytes))
+            budget, needed = map(self._as_asked, (self._budget, self._peak_bytes))
+            self._left.broken.warn(budget, f"was not met {tried}: a microbatch needed {needed}.")
             self._said, self._watches = True, not (self._peak.costs_time and self._ran_all)
         else:
             self._left.broken.tell()
@@ -408,17 +410,13 @@ class FollowPlan(HookedLayers):
         budget, missing = self._as_asked(self._budget), format_bytes(self.missing_bytes)
         link, host_bytes = self._left.link(self.link), self._left.host_bytes()
 
-        def plan_among(among: Among) -> Plan:
-            slack = SLACK if self._corrections_left == CORRECTIONS else 0.0  # what is predicted is not too high then
-            share = slack if among is Among.CHECKPOINTS else -RESERVE
-            left = round((1 + share) * self._budget)
-            made = make_plan(profile, left, link, max_host_bytes=host_bytes, among=among)
-            return replace(made, memory_budget=self._budget)
-
         plans, least_bytes = {}, math.inf
+        slack = SLACK if self._corrections_left == CORRECTIONS else 0.0  # what is predicted is not too high then
         for among in Among:
+            left = round((1 + (slack if among is Among.CHECKPOINTS else -RESERVE)) * self._budget)
             try:
-                plans[among] = plan_among(among)
+                made = make_plan(profile, left, link, max_host_bytes=host_bytes, among=among)
+                plans[among] = replace(made, memory_budget=self._budget)
             except TooLittleMemoryError as error:  # fewer policies need not fit, nor more: they leave a reserve
                 least_bytes = min(least_bytes, error.least_bytes / (1 - RESERVE))
         if not (plans or self.recomputed_fits) and self._counted_gradients > self._timed_gradients:
@@ -437,8 +435,10 @@ class FollowPlan(HookedLayers):
                 least = max(math.ceil(least_bytes), self.measured_bytes)
                 inside = replace(frugal, profile=replace(self.profile, loss_bytes=0))
                 outside = format_bytes(max(0, least - inside.peak_bytes))  # at the peak, which may be the loss's
-                instead = self._left.instead(least)
-                self._left.broken.warn_of_plans(budget, self._as_asked(least), outside, host_bytes, instead)
+                within = "" if host_bytes is None else f" with {format_bytes(host_bytes)} of host memory"
+                line = "cannot be met, so everything is recomputed and inputs are offloaded: a step needs"
+                needed = f"{self._as_asked(least)}{within}, of which {outside} outside of the layers."
+                self._left.broken.warn(budget, f"{line} {needed}{self._left.instead(least)}")
                 self._said = True
         made = self._compare.best(plans, self._planned[()])
         _logger.info(

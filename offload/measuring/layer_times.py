@@ -183,7 +183,12 @@ class LayerTimes(Attachment):
 
     def seconds(self) -> list[tuple[float, float]]:
         """Of each layer that ran, the median seconds of forward and of backward."""
-        return [self.layers[number].seconds() for number in self.ran]
+
+        def median_s(number: int, phase: Phase) -> float:
+            marks = ((one[phase].start, one[phase].end) for one in self.layers[number].complete_rounds())
+            return statistics.median(self.backend.seconds(marks))
+
+        return [(median_s(number, "forward"), median_s(number, "backward")) for number in self.ran]
 
     def host_s(self, phase: Phase) -> list[float]:
         """Of each layer that ran, the median seconds of the host in a pass; 0 where they are not known."""
@@ -202,6 +207,8 @@ class LayerTimes(Attachment):
         for _ in range(steps):
             step()
             self._marks.append(self.backend.mark())
+        for layer in self.layers:
+            layer.check_ran()
 
     def other_s(self) -> float:
         """Seconds of a microbatch of these steps beside layers and loss."""
@@ -218,9 +225,7 @@ class LayerTimes(Attachment):
 
     def peaks(self) -> Peaks:
         """The most that was allocated in each part of a step by the layers that ran; zeros where nobody can tell."""
-        forward, backward = (
-            [self.layers[number].peaks[phase] for number in self.ran] for phase in ("forward", "backward")
-        )
+        forward, backward = ([self.layers[number].peaks[phase] for number in self.ran] for phase in PASSES)
         return Peaks(forward, self.between_bytes, backward)
 
     def most_bytes(self) -> int:
@@ -345,14 +350,6 @@ class MeasuredLayer(LayerListener):
         # A hook on a streamed parameter would make backward wait for its gradient.
         self._parameters = list(module.parameters()) if compute_device([module]) is None else []
         self._running: dict[Phase, Pass] | None = None
-
-    def seconds(self) -> tuple[float, float]:
-        """The median seconds of forward and of backward."""
-        seconds, rounds = self._times.backend.seconds, self.complete_rounds()
-        forward_s, backward_s = (
-            statistics.median(seconds((one[phase].start, one[phase].end) for one in rounds)) for phase in PASSES
-        )
-        return forward_s, backward_s
 
     def check_ran(self) -> None:
         """Raise a ``ValueError`` if the layer's forward or its backward did not run."""

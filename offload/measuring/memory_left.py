@@ -63,19 +63,9 @@ class BrokenBudget:
                 "such microbatches do not fit."
             )
 
-    def warn_of_peak(self, budget: str, tried: str, needed: str) -> None:
-        """Say that a microbatch broke the budget, and that nothing is left to try."""
-        self._warn(f"{budget} was not met {tried}: a microbatch needed {needed}.")
-
-    def warn_of_plans(self, budget: str, needed: str, outside: str, host_bytes: int | None, instead: str) -> None:
-        """Say that no plan meets the budget."""
-        within = "" if host_bytes is None else f" with {format_bytes(host_bytes)} of host memory"
-        line = f"{budget} cannot be met, so everything is recomputed and inputs are offloaded: a step needs {needed}"
-        self._warn(f"{line}{within}, of which {outside} outside of the layers.{instead}")
-
-    def _warn(self, line: str) -> None:
+    def warn(self, budget: str, why: str) -> None:
         """Say that the budget is broken for good: only once, as each longer input may do so."""
-        line = f"memory_budget = {line} Give more, or use smaller microbatches."
+        line = f"memory_budget = {budget} {why} Give more, or use smaller microbatches."
         if self.told_bytes < math.inf:
             warn_caller(f"{line} Longer inputs may need more: that is logged.")
         else:

@@ -101,8 +101,6 @@ def _measure(
         times.start(memory_peak(backend.device))
         step()  # without hooks, under which some tensors live longer
         times.time(step, steps)
-    for layer in times.layers:
-        layer.check_ran()
     saved = [tuple(layer.tensors.values()) for layer in times.layers]
     host_s = map(sum, zip(*(_filled(times.host_s(phase)) for phase in PASSES), strict=True))
     profiles = tuple(
@@ -127,8 +125,6 @@ def _measure_recomputed(
             step()
             time_second_runs(policies, backend)
             times.time(step, steps)
-    for layer in times.layers:
-        layer.check_ran()
     profile, _ = learned_profile(policies, counted_once(policies), times)
     return replace(profile, other_s=times.other_s())
 

@@ -192,12 +192,6 @@ class Profile:
         return self.calls or range(len(self.layers))
 
     @property
-    def in_order(self) -> bool:
-        """Whether all layers are called in order each time: else some of what is offloaded would not be released."""
-        every = (*range(len(self.layers)),)
-        return self.calls == every * (len(self.calls) // len(every))
-
-    @property
     def saved_bytes(self) -> int:
         """Size of all activation sets together."""
         return sum(self.layers[number].saved_bytes for number in self.order)

@@ -132,7 +132,9 @@ class Search:
         self.count = len(profile.layers)
         called = Counter(profile.order)
         self._times = [called[number] for number in range(self.count)]  # how often each layer is called
-        offloads = among is not Among.CHECKPOINTS and profile.in_order
+        # Unless all layers are called in order each time, some of what is offloaded would not be released.
+        in_order = profile.calls == (*range(self.count),) * (len(profile.calls) // self.count)
+        offloads = among is not Among.CHECKPOINTS and in_order
         self.counts = range(self.count if offloads else 1)  # how many layers may be offloaded
         self.ways: list[list[LayerPolicy | None]] = [[]] * self.count
         """Of each layer, its policies, fewest bytes first. The last one is ``None``: everything saved has one policy,
