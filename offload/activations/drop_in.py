@@ -86,8 +86,8 @@ def get_cpu_offload_context(  # type: ignore[misc]  # options are any here, and 
     """
     check_type("enabled", enabled, bool, "True or False")
     if not enabled:
-        nothing = OffloadContext(Schedule(1), model_layers, device="cpu", enabled=False)
-        return (nothing, nothing.sync, ManualOffloadSynchronizer(nothing))[: 2 + manual_synchronization]
+        context = OffloadContext(Schedule(1), model_layers, device="cpu", enabled=False)
+        return (context, context.sync, ManualOffloadSynchronizer(context))[: 2 + manual_synchronization]
     if offload_weights:
         raise ValueError(
             "offload_weights must be False, got True; weights are streamed by offload.stream_weights(layers, device), "
@@ -114,9 +114,7 @@ def get_cpu_offload_context(  # type: ignore[misc]  # options are any here, and 
         device=device,
         max_host_bytes=max_host_bytes,
     )
-    if manual_synchronization:
-        return context, context.sync, ManualOffloadSynchronizer(context)
-    return context, context.sync
+    return (context, context.sync, ManualOffloadSynchronizer(context))[: 2 + manual_synchronization]
 
 
 class ManualOffloadSynchronizer:

@@ -329,7 +329,7 @@ class RegionSet(ActivationSet):
             way.reason = "forward changes what an attribute holds"
         changes = trace.zone >= 0
         way.reason = way.reason or state.learn(frame.before, clones, learn.has_seen, may_change=changes)
-        trace.parameters_read = [learn.first_seen(one) for one in state.parameters]
+        trace.parameters_read = [learn.storage_of(one).first_seen for one in state.parameters]
         written = {number for number, storage in enumerate(trace.storages) if storage.changed_by}
         if way.reason is None and written & set(trace.given):
             way.reason = "forward writes into an input"
@@ -337,10 +337,10 @@ class RegionSet(ActivationSet):
             way.reason = "forward writes into a large tensor from outside"
         drew = any(not torch.equal(before, generator.get_state()) for generator, before in frame.random.items())
         way.draws_unseen = drew and not any(step.draws for step in trace.steps)
-        seconds = [0.0] * len(trace.steps)
-        forward_s = 0.0
+        seconds, forward_s = [0.0] * len(trace.steps), 0.0
         may_recompute = policies.measures or policies.planned is not None or RECOMPUTE in policies.patterns.values()
-        if may_recompute and way.reason is None and any(map(learn.has_made, kept_by_hooks(frame.layer))):
+        kept = map(learn.storage_of, kept_by_hooks(frame.layer))
+        if may_recompute and way.reason is None and any(one.writers for one in kept):
             # A second run would call the hook once more, with results that lead to no graph.
             way.reason = "a hook keeps tensors that the layer computes"
         if may_recompute and way.reason is None:

@@ -44,10 +44,6 @@ class Recorder:
     copies: list[tuple[float, float, Mark, int]] = field(default_factory=list)  # start, end, mark and bytes of each
     waits: list[tuple[float, float]] = field(default_factory=list)  # start and end of each wait of the compute stream
 
-    @property
-    def last_mark(self) -> Mark:
-        return self.marks[-1][1] if self.marks else Mark("other", None)
-
 
 _recorders: list[Recorder] = []
 _no_range: AbstractContextManager[object] = nullcontext()

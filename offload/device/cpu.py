@@ -138,14 +138,14 @@ class CpuBackend(Backend):
 
     def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
         recorder = trace.recorder()
-        what = recorder.last_mark if recorder is not None else None
+        what = recorder.marks[-1][1] if recorder is not None and recorder.marks else trace.Mark("other", None)
 
         def run() -> None:
             begin = time.perf_counter()
             # Backward may run in inference mode, and what it allocates there can be written in that mode only.
             with torch.inference_mode():
                 target.copy_(source)
-            if recorder is not None and what is not None:
+            if recorder is not None:
                 recorder.copies.append((begin, time.perf_counter(), what, source.nbytes))
 
         cast("CpuStream", stream).submit(run)

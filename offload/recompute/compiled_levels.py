@@ -120,12 +120,7 @@ class Runs:
 
 
 def parse_compile(given: object) -> dict[str, Any] | None:
-    """What ``compile=`` says for ``torch.compile``; ``None`` leaves layers as they are.
-
-    Raises:
-        TypeError: It is neither a bool nor a mapping.
-        ValueError: It holds an argument that is not for layers, or asks for CUDA graphs.
-    """
+    """What ``compile=`` says for ``torch.compile``; ``None`` leaves layers as they are."""
     if given is None or given is False:
         return None
     if given is True:

@@ -161,11 +161,7 @@ class LayerPolicies(RegionPolicies):
         return self
 
     def follow_plan(self) -> None:
-        """Follow what was planned; the first forward was learned, or one with inputs of another kind.
-
-        Raises:
-            ValueError: The regions are mostly others than those that were planned for.
-        """
+        """Follow what was planned; the first forward was learned, or one with inputs of another kind."""
         if self.planned is None or self.numbered is not None:
             return
         numbered, regions = self.planned

@@ -77,7 +77,7 @@ class Storage:
     """The operations that write it, the one that makes it first; empty for what the layer was given."""
     changed_by: list[int] = field(default_factory=list)
     """The operations that write into it where it was there before the layer ran, as a buffer is."""
-    first_seen: int = 0  # the operation at which it was seen for the first time
+    first_seen: float = 0  # the operation at which it was seen for the first time
     unseen: bool = False  # whether it was made during forward by what the mode does not see
     unfilled_bytes: int = 0  # how much of it was only allocated so far
 
@@ -282,17 +282,15 @@ class Learn(LayerMode):
             if number in made
         )
 
-    def has_made(self, tensor: torch.Tensor) -> bool:
-        """Whether an operation has made the storage of a tensor."""
-        return self.has_seen(tensor) and bool(self.trace.storages[self.number_of(tensor, 0)].writers)
-
     def has_seen(self, tensor: torch.Tensor) -> bool:
         """Whether an operation has read or written the storage of a tensor."""
         return plain_memory(tensor) is not None and address_of(tensor.untyped_storage()) in self._numbers
 
-    def first_seen(self, tensor: torch.Tensor) -> float:
-        """The first operation that has read or written the storage of a tensor; infinity if none has."""
-        return self.trace.storages[self.number_of(tensor, 0)].first_seen if self.has_seen(tensor) else math.inf
+    def storage_of(self, tensor: torch.Tensor) -> Storage:
+        """What is noted of a tensor's storage: nothing if no operation has read or written it."""
+        return (
+            self.trace.storages[self.number_of(tensor, 0)] if self.has_seen(tensor) else Storage(0, first_seen=math.inf)
+        )
 
     def same_storage(self, number: int, other: Learn) -> bool:
         """Whether a storage of this run was seen in another run as well."""

@@ -36,12 +36,7 @@ KEEP, OFFLOAD, RECOMPUTE = Policy.KEEP, Policy.OFFLOAD, Policy.RECOMPUTE
 
 
 def parse_policies(policies: Mapping[str, Policy | str]) -> dict[str, Policy]:
-    """Patterns of regions' names, each with what is to happen to them.
-
-    Raises:
-        TypeError: ``policies`` is no mapping of texts.
-        ValueError: It names no policy there is.
-    """
+    """Patterns of regions' names, each with what is to happen to them."""
     if not isinstance(policies, Mapping) or not all(isinstance(pattern, str) for pattern in policies):
         raise TypeError(
             'policies must map patterns of regions to policies, such as {"*dot_product*": "offload", "*": '

@@ -130,11 +130,7 @@ class Frame:
         return 0 if self.blind else next_node() - first
 
     def tensor(self, number: int) -> torch.Tensor:
-        """A dropped tensor; the first one that is asked for runs the layer again.
-
-        Raises:
-            RuntimeError: The layer cannot be run as it ran in forward.
-        """
+        """A dropped tensor; the first one that is asked for runs the layer again."""
         with self.lock:
             if number not in self.recomputed:
                 if self.inputs is None:

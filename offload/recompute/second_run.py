@@ -99,7 +99,6 @@ class SecondRun:
         """For each saved tensor whose storage is handed over, the number of the one that supplies it."""
 
     def at_other_size(self) -> SecondRun:
-        """The same for inputs of a size that was not learned."""
         found = copy.copy(self)
         found.sized, found.hands_over = True, self.hands_over and not self.unsized
         found.results = dict.fromkeys(self.results) if found.hands_over else {}
@@ -150,7 +149,7 @@ def _demand(trace: Trace, wanted: list[tuple[int, int]], executed: set[int], sup
 def _unseen(trace: Trace) -> set[int]:
     """Everything up to the last place where something happened that was not seen: it may read anything before."""
     last = max((time for time, step in enumerate(trace.steps) if step.barrier), default=-1)
-    last = max([last, *(one.first_seen - 1 for one in trace.storages if one.unseen)])
+    last = max([last, *(int(one.first_seen) - 1 for one in trace.storages if one.unseen)])
     return set(range(last + 1))
 
 
