@@ -123,7 +123,6 @@ class _Trial:
             raise NotCompiledError("forward writes into an input")
 
     def check(self) -> None:
-        """Raise whatever the compiler raises if the layer is not one graph."""
         with torch.enable_grad(), drawn_again(self._random):
             self._forward.check(*self._arguments())
 

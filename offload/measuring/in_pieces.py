@@ -31,8 +31,6 @@ TRIED = 8  # tokens
 
 @dataclass(frozen=True)
 class _InPieces:
-    """Something that can be computed in pieces."""
-
     name: str
     token_bytes: int  # device memory that a token takes in one piece
     held_bytes: int  # device memory that pieces take, whatever their size

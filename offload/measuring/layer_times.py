@@ -201,7 +201,6 @@ class LayerTimes(Attachment):
         return statistics.median(self.backend.seconds((one["forward"].end, one["backward"].reached) for one in rounds))
 
     def time(self, step: Callable[[], object], steps: int) -> None:
-        """Run steps of one or several microbatches, and time them."""
         self.start()
         self._marks = [self.backend.mark()]
         for _ in range(steps):

@@ -108,7 +108,6 @@ class CostsBySize:
         self.cover(inputs)
 
     def forget_times(self) -> None:
-        """Let all that was timed be timed again."""
         self._timed, self._covered = [], []
 
     def need_more(self, nbytes: int) -> None:

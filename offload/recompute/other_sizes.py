@@ -19,8 +19,6 @@ from offload.recompute.learn import Step, StepResult
 
 
 class _Layout(NamedTuple):
-    """Stands for a tensor."""
-
     size: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
