@@ -66,7 +66,7 @@ def start_recipe(page: Path) -> str:
     return (
         f"{markdown_table(cells(rows, columns), left=1)}\n\n"
         f"A full fine-tune of {LLAMA} with AdamW, {row['tokens']:,} tokens a step, the loss [in chunks]({chunks}). "
-        f"With {gib(row['budget_bytes'], 0)} GiB, `prepare` {did}. The options are {OPTIONS}: to step in "
+        f"With {gib(row['budget_bytes'], 0)} GiB, `prepare` {did}. Options: {OPTIONS}; stepping in "
         f"backward excludes clipping. {where(record, rows, by_row=False)}\n"
     )
 
