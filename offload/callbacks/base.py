@@ -55,9 +55,17 @@ class WhileTraining(Handle):
             signature(offload.prepare).bind(None, None, **self._options)
 
     def attach(
-        self, model: nn.Module, *optimizers: Any, device: torch.device | None = None, clips_at: float | None = None
+        self,
+        model: nn.Module,
+        *optimizers: Any,
+        device: torch.device | None = None,
+        clips_at: float | None = None,
+        saved: Callable[[], dict[str, Any] | None] = lambda: None,
     ) -> None:
-        """Begin to train ``model`` on ``device``: the trainer calls this, which may clip gradients."""
+        """Begin to train ``model`` on ``device``: the trainer calls this, which may clip gradients.
+
+        ``saved`` returns the optimizer's ``state_dict`` of the checkpoint that the trainer has loaded, if it has.
+        """
         self.remove()  # the trainer tells no callback of a training that raised
         if "memory_budget" not in self._options:
             self.handle = offload.offload_layers(find_layers(model, self._layers), **self._options)
@@ -73,7 +81,12 @@ class WhileTraining(Handle):
                 "out, or train with max_grad_norm=0 (Trainer) or without gradient_clip_val (Lightning)."
             )
         options = {"device": device, "layers": self._layers, **self._options}
+        again = None if self._options.get("state_dtype") is None else saved()
+        if again is not None:
+            optimizers[0].state.clear()  # PyTorch has rounded it to the dtype of the parameters
         self.handle = offload.prepare(model, *optimizers, **options)
+        if again is not None:
+            optimizers[0].load_state_dict(again)
 
     def remove(self) -> None:
         """Remove the hooks from the layers; the trainer calls this when training ends. ``handle.stats()`` remains."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
@@ -40,7 +44,7 @@ class OffloadCallback(WhileTraining, TrainerCallback):
                 "torchrun, or with one GPU in CUDA_VISIBLE_DEVICES."
             )
         plain = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
-        self.attach(model, plain, device=args.device, clips_at=args.max_grad_norm)
+        self.attach(model, plain, device=args.device, clips_at=args.max_grad_norm, saved=_saved)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, *_: Any, logs: dict[str, float], **__: Any) -> None:
         if "loss" in logs:  # not for an evaluation, whose results the caller gets
@@ -49,3 +53,15 @@ class OffloadCallback(WhileTraining, TrainerCallback):
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self.remove()
+
+
+def _saved() -> dict[str, Any] | None:
+    """The optimizer's state in the checkpoint from which ``Trainer`` resumes, of which it tells no callback."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
+        frame = frame.f_back
+    checkpoint = None if frame is None else frame.f_locals.get("resume_from_checkpoint")
+    if checkpoint is None or not (file := Path(checkpoint) / "optimizer.pt").is_file():
+        return None
+    found: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,9 +22,16 @@ class OffloadCallback(WhileTraining, Callback):
     The arguments are those of :class:`~offload.callbacks.base.WhileTraining`.
     """
 
+    _loaded: Sequence[dict[str, Any]] = ()  # of the checkpoint from which this training resumes
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._loaded = checkpoint.get("optimizer_states", ())
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        clips_at = trainer.gradient_clip_val
-        self.attach(pl_module, *trainer.optimizers, device=pl_module.device, clips_at=clips_at)
+        clips_at, [saved, *_] = trainer.gradient_clip_val, [*self._loaded, None]
+        self._loaded = ()
+        options = {"device": pl_module.device, "clips_at": clips_at, "saved": lambda: saved}
+        self.attach(pl_module, *trainer.optimizers, **options)
 
     def on_train_batch_end(self, _: Trainer, pl_module: LightningModule, *__: Any) -> None:
         # Tensors on the host: Lightning would copy numbers to the device and wait for the copy.

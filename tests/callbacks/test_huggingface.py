@@ -171,6 +171,21 @@ def test_resumes_with_streamed_weights(tmp_path):
     assert_same(trainer, expected)
 
 
+def test_resumes_in_float32(tmp_path):
+    """Trainer loads the checkpoint before training begins, and PyTorch rounds the state to bfloat16 then."""
+
+    def train(**resumed):
+        model = llama(transformers, torch.device("cpu")).to(torch.bfloat16)
+        options = {"state_dtype": torch.float32, "master_weights": True, "min_bytes": 1}
+        callback = OffloadCallback(memory_budget="1MiB", max_host_bytes="1GiB", **options)
+        trainer = make_trainer(tmp_path, [callback], model=model, max_steps=4, save_strategy="steps", save_steps=2)
+        trainer.train(**resumed)
+        return trainer
+
+    expected = train()
+    assert_same(train(resume_from_checkpoint=str(tmp_path / "checkpoint-2")), expected)
+
+
 @pytest.mark.parametrize("options", [{"num_layers": 3}, {"memory_budget": "1MiB"}])
 def test_offloads_activations_beside_streamed_weights(tmp_path, options):
     model = moving_llama()

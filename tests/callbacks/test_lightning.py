@@ -45,13 +45,13 @@ class Module(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=self.momentum)
 
 
-def fit(module, folder, callbacks, accelerator="cpu", **options):
+def fit(module, folder, callbacks, accelerator="cpu", ckpt_path=None, max_epochs=2, **options):
     data = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
     loader = torch.utils.data.DataLoader(data, batch_size=2)
     trainer = lightning.Trainer(
         accelerator=accelerator,
         devices=1,
-        max_epochs=2,
+        max_epochs=max_epochs,
         callbacks=callbacks,
         logger=False,
         enable_checkpointing=False,
@@ -61,7 +61,7 @@ def fit(module, folder, callbacks, accelerator="cpu", **options):
         default_root_dir=folder,
         **options,
     )
-    trainer.fit(module, loader, loader)
+    trainer.fit(module, loader, loader, ckpt_path=ckpt_path)
     return trainer
 
 
@@ -95,6 +95,29 @@ def test_trains_the_same_within_a_budget(tmp_path, budget, options):
     plan = callback.handle.plan
     assert plan.memory_budget == parse_bytes(budget)
     assert (plan.chosen.recipe.optimizer == "resident") is (budget == "1GiB")
+
+
+def test_resumes_in_float32(tmp_path):
+    """Lightning loads the checkpoint before training begins, and PyTorch rounds the state to bfloat16 then."""
+
+    class Half(Module):
+        def __init__(self):
+            super().__init__(momentum=0.9)
+            self.to(torch.bfloat16)
+
+        def training_step(self, batch, number):
+            return super().training_step(batch.to(torch.bfloat16), number)
+
+    def half(ckpt_path=None, **options):
+        callback = OffloadCallback(memory_budget="1GiB", min_bytes=1, state_dtype=torch.float32, master_weights=True)
+        return fit(Half(), tmp_path, [callback], ckpt_path=ckpt_path, **options)
+
+    path = tmp_path / "saved.ckpt"
+    expected = half()
+    half(max_epochs=1).save_checkpoint(path)
+    found = half(path)
+    assert found.lightning_module.losses == expected.lightning_module.losses[4:]
+    assert all(map(torch.equal, found.lightning_module.parameters(), expected.lightning_module.parameters()))
 
 
 def test_refuses_steps_in_backward_with_clipping(tmp_path):
