@@ -9,6 +9,7 @@ Layers whose weights are on the host give their gradients by themselves: see :mo
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import sys
@@ -50,6 +51,7 @@ norms_logged_by: set[CodeType] = set()
 
 
 _steps = weakref.WeakSet["BackwardSteps"]()
+_UNTYPED: Any = torch.Tensor
 
 
 def consumed_bytes(device: torch.device) -> int:
@@ -98,6 +100,19 @@ class FreedGradient(torch.Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]  # PyTorch's takes what its own printing passes on
         return f"FreedGradient(shape={tuple(self.shape)})"
+
+
+class SteppedGradient(torch.Tensor):
+    """In ``parameter.grad`` until ``optimizer.step()``, if it is not freed: changes through ``data`` are seen, too."""
+
+    __torch_function__ = torch.nn.Parameter.__torch_function__  # of no function
+    data: Any = property(_UNTYPED.detach, _UNTYPED.copy_)  # with the version of the gradient
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.detach(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)
 
 
 class BackwardSteps:
@@ -225,10 +240,8 @@ class BackwardSteps:
             self.begin_run(run)
         self._check_first(parameter)
         check_dense(parameter)
-        if parameter not in self.groups:
-            return  # it was taken out of the optimizer
-        if parameter in self._left:
-            return
+        if parameter not in self.groups or parameter in self._left:
+            return  # it was taken out of the optimizer; or optimizer.step() steps it
         if self._consume:
             self._check_last(parameter)
             store.of(parameter).gradient, parameter.grad = parameter.grad, None
@@ -374,6 +387,8 @@ class BackwardSteps:
             for parameter, (gradient, *_) in self._seen.items():
                 if gradient is None and parameter.grad is None:
                     parameter.grad = FreedGradient(parameter)
+                elif type(gradient) is torch.Tensor:
+                    gradient.__class__ = SteppedGradient
 
     def _spread(self) -> set[torch.Tensor]:
         """Parameters with a part of what the link carries, spread over the last backward: the link never idles."""
@@ -404,6 +419,8 @@ def _drop_freed(parameters: Iterable[torch.Tensor]) -> None:
     for one in parameters:
         if isinstance(one.grad, FreedGradient):
             one.grad = None
+        elif isinstance(one.grad, SteppedGradient):
+            one.grad.__class__ = _UNTYPED
 
 
 def _scaler_steps() -> bool:

@@ -1,9 +1,11 @@
 """Steps beside backward: the same bits, one gradient a step, and an error where gradients were not final."""
 
+import copy
 import time
 import warnings
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,6 +160,39 @@ def test_gradients_that_are_dropped_after_the_steps_are_told(consume: bool, lab:
     run.load(saved)
     run.steps(range(2, 4))
     assert_same(resident(lab.device, range(4)), run.values)
+
+
+CHANGES = {
+    "in place": lambda gradient: gradient.data.clamp_(-1e-4, 1e-4),
+    "replaced": lambda gradient: setattr(gradient, "data", gradient.data.clamp(-1e-4, 1e-4)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_gradients_that_change_through_data_after_the_steps_are_told(change: Any, lab: Lab) -> None:
+    """PyTorch counts no such changes; loops that clip each gradient make them."""
+    run = Training(lab.device, in_backward=True)
+    run.steps(range(2))
+    run.backward(2)
+    change(run.model[0].weight.grad)
+    with pytest.raises(RuntimeError, match=r"must be final .* has been changed since"):
+        run.optimizer.step()
+
+
+def test_gradients_that_were_stepped_with_are_read_and_copied_as_others(lab: Lab, tmp_path: Path) -> None:
+    run = Training(lab.device, in_backward=True)
+    expected = Training(lab.device)
+    for one in (run, expected):
+        one.backward(0)
+    gradients = [one.grad for one in run.model.parameters()]
+    wanted = [one.grad for one in expected.model.parameters()]
+    torch.save(gradients, tmp_path / "gradients.pt")
+    assert_same(wanted, torch.load(tmp_path / "gradients.pt"))
+    assert_same(wanted, copy.deepcopy(gradients))
+    assert_same([one.data.norm() for one in wanted], [one.data.norm() for one in gradients])
+    assert {type(one.clone()) for one in gradients} == {torch.Tensor}
+    run.optimizer.step()
+    assert {type(one) for one in gradients} == {torch.Tensor}
 
 
 @pytest.mark.parametrize("consume", [False, True])
