@@ -15,6 +15,7 @@ import logging
 import threading
 import weakref
 from collections import Counter
+from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -260,11 +261,13 @@ class WeightStream:
             self.enter(layer, "backward", step=-1)
 
     def end_backward(self, *, failed: bool = False) -> None:
-        """Autograd has finished: when this returns, every gradient is in ``p.grad``; or it has ``failed``."""
+        """Autograd has finished, or ``failed``: when this returns, every gradient that it has is in ``p.grad``."""
+        cut_off = None
         if failed:
+            steps = self.steps.steps
+            if not ((steps is not None and steps.enabled) or (self.reducer is not None and self.reducer.averages)):
+                cut_off = self.computes  # as without streaming, it has the gradients that are complete
             self.leave()
-            for layer in self.layers:
-                layer.gradients.clear()
         else:
             left = self._leave_backward()
             if self.reducer is not None and self.reducer.averages:
@@ -272,14 +275,18 @@ class WeightStream:
             self.steps.complete(None, left)
             self.slots.settle()  # the program may change weights now, in a way that leaves no trace
         try:
-            try:
-                self.steps.finish(failed=failed)
-            finally:
-                self._writer.finish()
+            with ExitStack() as ends:  # all of these, whatever fails
+                ends.callback(self._writer.finish)
+                ends.callback(self.steps.finish, failed=failed)
+                if cut_off is not None:
+                    self._writer.write_back(cut_off)
         except Exception:
             if not failed:
                 raise
             _logger.exception("a copy or an addition has failed, too, after backward had failed")
+        finally:
+            for layer in self.layers:
+                layer.gradients.clear()
         if self.reducer is not None:
             self.reducer.reset()
         self.backward = None

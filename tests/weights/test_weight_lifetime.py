@@ -94,6 +94,45 @@ def test_failing_layers(where: str, number: int, error: BaseException, device: t
     assert handle.stats().loads > 0
 
 
+class TwoParts(nn.Module):
+    """Backward fails between the two, if told so."""
+
+    fails = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        if self.fails:
+            y.register_hook(self.fail)
+        return self.second(y)
+
+    def fail(self, _: torch.Tensor) -> None:
+        raise ValueError("stop")
+
+
+@pytest.mark.parametrize("earlier", [0, 1], ids=["", "after another microbatch"])
+def test_a_failed_backward_leaves_the_gradients_that_are_complete(earlier: int, device: torch.device) -> None:
+    def run() -> list[torch.Tensor | None]:
+        for _ in range(earlier):
+            loss_of(forward(layers, x)).backward()
+        layers[1].fails = True
+        with pytest.raises(ValueError, match="stop"):
+            loss_of(forward(layers, x)).backward()
+        layers[1].fails = False
+        return [None if p.grad is None else p.grad.cpu() for p in layers.parameters()]
+
+    layers, x = build(TwoParts, LAYERS, device)
+    expected, whole = run(), gradients(layers, x)
+    layers.zero_grad()
+    assert [gradient is None for gradient in expected] == [not earlier] * 6 + [False] * 10
+    with stream_weights(layers, device) as handle:
+        assert_same(expected, run())
+        assert_as_before(handle, layers, x, whole)
+
+
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_failed_backward_that_autograd_still_holds(in_thread: bool, device: torch.device) -> None:
     """Also of a thread that has ended since: the program, which drops ``p.grad``, finds none there again."""
