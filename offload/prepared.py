@@ -361,7 +361,10 @@ class PreparedTraining(Handle, MemoryLeft):
             return one
         # Weights move first, and state last: meanwhile the device has the more of the state, or the host.
         state, most = sorted((one.resident_bytes, self.resident_bytes)), plan.max_host_bytes
-        device = self._training.held_bytes(one.recipe, state[1]) + self._training.gradient_bytes(one.recipe)
+        gradients = self._training.gradient_bytes(one.recipe)
+        if self.recipe.gradients == "host" and one.recipe.weights == "resident":
+            gradients = self._training.gradients  # those of the step that has ended: weights take them to the device
+        device = self._training.held_bytes(one.recipe, state[1]) + gradients
         host = self._training.host_bytes(one.recipe, state[0])
         if device <= max(plan.memory_budget, one.device_bytes) and (most is None or host <= most):
             return one
