@@ -124,3 +124,38 @@ def test_a_state_dict_goes_into_a_run_with_another_part(saved_with: Any, loaded_
     for each in ((model, optimizer), (other, optimizer_2)):
         train(*each, range(3, 6))
     assert_same(values(model, optimizer), values(other, optimizer_2))
+
+
+class GrowingState(torch.optim.Optimizer):
+    """Has a small state tensor more from the tenth step on, which the trial of the class does not reach."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if (gradient := parameter.grad) is None:
+                    continue
+                state = self.state[parameter]
+                state["steps"] = state.get("steps", 0) + 1
+                state["total"] = state.get("total", 0) + gradient.double()
+                if state["steps"] >= 10:
+                    state["last"] = state.get("last", 0) + gradient.bfloat16()
+                parameter.sub_(state["total"] + state.get("last", 0), alpha=group["lr"])
+
+
+def test_state_that_comes_later_is_beside_that_of_its_parameter(lab: Lab) -> None:
+    """On the host, although the small new part alone would find room on the device."""
+    found = []
+    for streamed in (False, True):
+        model = build(lab.device)
+        optimizer = GrowingState(model.parameters())
+        if streamed:
+            handle = stream(optimizer, resident_bytes=4 * WIDTH)
+        train(model, optimizer, range(12))
+        found.append(values(model, optimizer))
+    assert_same(*found)
+    assert handle.stats().resident_bytes == 0
+    assert handle.stats().host_bytes == sum(10 * parameter.numel() for parameter in model.parameters())

@@ -496,6 +496,27 @@ def test_a_backward_that_fails_after_some_steps_is_told(accumulated: bool, lab: 
     assert_same(plain.values, loop.values)
 
 
+def test_a_recomputation_that_fails_leaves_no_gradient_to_step_with(lab: Lab) -> None:
+    """The layer behind has its gradients by then, and would make its step when another one's backward begins."""
+    plain, loop = Loop(lab.device, streamed=False), Loop(lab.device)
+    train(plain, 2)
+    train(loop, 2)
+    saved = loop.checkpoint
+    y = checkpoint(loop.layers[2], forward(loop.layers[:2], loop.embed(loop.inputs[2])), use_reentrant=True)
+    loss = loss_of(loop.head(loop.layers[3](y)))
+
+    def fail(*_: object) -> None:
+        raise ValueError("stop")
+
+    with loop.layers[2].linear.register_forward_pre_hook(fail), pytest.raises(ValueError, match="stop"):
+        loss.backward()
+    loop.streamed.synchronize()  # on a GPU autograd's thread, which ends what has failed, may still be at it
+    loop.load(saved)
+    for one in (plain, loop):
+        one.step(one.loss(3))
+    assert_same(plain.values, loop.values)
+
+
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_a_failed_backward_waits_for_the_copies_of_its_steps(
     interrupted: bool, lab: Lab, monkeypatch: pytest.MonkeyPatch

@@ -211,6 +211,19 @@ def test_a_failed_backward_is_dropped(by: str, monkeypatch: pytest.MonkeyPatch) 
         assert_as_before(handle, layers, x, expected)
 
 
+def test_one_changed_weight_is_noticed_however_often_others_have_changed(device: torch.device) -> None:
+    layers, x = build("gpt", LAYERS, device)
+    first, *_, last = layers[-1].parameters()
+    with stream_weights(layers, device), torch.no_grad():
+        for _ in range(3):
+            first.mul_(0.5)
+        with torch.enable_grad():
+            loss = loss_of(forward(layers, x))
+        last.mul_(0.5)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation: the weights of layer 3"):
+            loss.backward()
+
+
 def test_backward_of_a_step_that_was_overtaken(device: torch.device) -> None:
     layers, x = build("gpt", LAYERS, device)
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
