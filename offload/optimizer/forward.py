@@ -132,6 +132,7 @@ class ForwardSteps:
             else:  # a third stream that waits for this one must not miss the step
                 backend.wait_on_host(step.event, StepWait.NEXT_FORWARD)
         except Exception:
+            self._stepper.last_copy, self._stepper.torn = None, "a copy of state has failed"
             for other in list(self._unread.values()):  # the program is told once, and may load a checkpoint
                 self._restore(other)
             raise

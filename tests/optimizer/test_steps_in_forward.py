@@ -357,7 +357,9 @@ def test_a_graph_from_before_the_step_is_refused(lab: Lab) -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize(("copy", "steps"), [(20, False), (54, True)], ids=["in the step", "behind it"])
+@pytest.mark.parametrize(
+    ("copy", "steps"), [(20, False), (50, True), (54, True)], ids=["in the step", "before readers", "behind it"]
+)
 def test_a_failed_copy_is_told_once(copy: int, steps: bool, lab: Lab) -> None:
     """And what is read after a checkpoint was loaded is the checkpoint's."""
     if lab.device.type != "cpu":
