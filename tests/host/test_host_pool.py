@@ -204,6 +204,21 @@ def test_a_large_reservation_comes_in_slabs_that_can_go_alone(
     assert large.nbytes == 100 * KIB
 
 
+def test_a_trim_keeps_what_it_is_told_to(pool: HostPool) -> None:
+    for taken in [pool.take(16 * KIB) for _ in range(4)]:
+        pool.give(taken, REACHED)
+    assert pool.trim(40 * KIB) == 32 * KIB  # whole slabs, until there is no more
+    assert pool.pinned_bytes == 32 * KIB
+
+
+def test_there_is_room_in_idle_memory(pool: HostPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_pool, "available_bytes", lambda: 10 * KIB)
+    pool.give(pool.take(16 * KIB), REACHED)
+    taken = pool.take(8 * KIB)
+    assert pool.room_bytes() == (16 + 10) * KIB - taken.nbytes
+    assert pool.room_bytes(20 * KIB) == 20 * KIB - taken.nbytes
+
+
 def test_what_fits_the_limit_exactly_is_pinned(pool: HostPool) -> None:
     """Also where the pool would grow by more than what is missing."""
     limit = 64 * 64 * PAGE_BYTES

@@ -195,7 +195,16 @@ def told_by_a_tensor(late: Late) -> Callable[[], torch.Tensor]:
     return lambda: late.weight
 
 
-@pytest.mark.parametrize("begin", [kept_data, kept_rows, compiled, of_another_class, told_by_a_tensor])
+def gradient_in_a_buffer(late: Late) -> Callable[[], torch.Tensor]:
+    """Which the program may fill with zeros at once."""
+    buffer = torch.ones(64, device=late.lab.device)
+    late.weight.grad = buffer.view(8, 8)
+    return lambda: late.weight + 0.0 * buffer[0]
+
+
+@pytest.mark.parametrize(
+    "begin", [kept_data, kept_rows, compiled, of_another_class, told_by_a_tensor, gradient_in_a_buffer]
+)
 def test_where_reads_are_not_seen_the_step_waits(begin: Any, lab: Lab) -> None:
     late = Late(lab)
     read = begin(late)
