@@ -123,11 +123,17 @@ def _settled(name: str) -> Callable[..., Any]:
 class HostStates(defaultdict[Any, Any]):
     """``optimizer.state``: a look into it calls ``settle``, which waits until copies to the host are over."""
 
+    def __new__(cls, *given: Any) -> Any:
+        """What ``copy`` and ``|`` make is an ordinary one: they call the class as if it were a ``defaultdict``."""
+        return super().__new__(cls) if len(given) == 1 else defaultdict(*given)
+
     def __init__(self, settle: Callable[[], None]) -> None:
         super().__init__(dict)
         self.settle = settle
 
     __getitem__, get, values, items = map(_settled, ("__getitem__", "get", "values", "items"))
+    pop, popitem, setdefault = map(_settled, ("pop", "popitem", "setdefault"))
+    __iter__ = _settled("__iter__")  # without it, Python copies the values behind our back: dict(states), {**states}
 
     def entry(self, parameter: torch.Tensor, *, keep: bool = False) -> dict[str, Any]:
         """The state of a parameter, without waiting; ``keep`` puts an empty one there if there is none."""
@@ -366,7 +372,7 @@ class StateStore:
             memory = own_storage(buffer.pieces[0]).untyped_storage()
             weakref.finalize(memory, _give_back, pool, buffer, self._backend).atexit = False
             _pooled.add(memory)
-            state.homes[key] = torch.empty(0, dtype=like.dtype).set_(memory, 0, like.shape, like.stride())
+            state.homes[key] = torch.empty(0, dtype=like.dtype, device="cpu").set_(memory, 0, like.shape, like.stride())
             self.counters["host_bytes"] += like.nbytes
 
 

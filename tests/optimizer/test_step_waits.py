@@ -203,6 +203,12 @@ LOOKS: dict[str, Callable[[Any, Any], Any]] = {
     "get": lambda optimizer, _: optimizer.state.get(parameter_of(optimizer)),
     "values": lambda optimizer, _: next(iter(optimizer.state.values())),
     "items": lambda optimizer, _: dict(optimizer.state.items())[parameter_of(optimizer)],
+    "dict": lambda optimizer, _: dict(optimizer.state)[parameter_of(optimizer)],
+    "copy": lambda optimizer, _: optimizer.state.copy()[parameter_of(optimizer)],
+    "or": lambda optimizer, _: ({} | optimizer.state)[parameter_of(optimizer)],
+    "pop": lambda optimizer, _: optimizer.state.pop(parameter_of(optimizer)),
+    "popitem": lambda optimizer, _: optimizer.state.popitem()[1],
+    "setdefault": lambda optimizer, _: optimizer.state.setdefault(parameter_of(optimizer), {}),
     "synchronize": lambda optimizer, handle: (dict.get(optimizer.state, parameter_of(optimizer)), handle.synchronize())[
         0
     ],
