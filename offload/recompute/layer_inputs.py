@@ -36,7 +36,7 @@ class LayerInputs:
             elif isinstance(value, tuple):
                 kind.append(tuple)
                 items = self._take(value)
-                taken = type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+                taken = _tuple_of(value, items)
             elif type(value) is list:
                 kind.append(list)
                 taken = self._take(value)
@@ -73,6 +73,11 @@ class Place:
         self.number = number
 
 
+def _tuple_of(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+    """The items in a tuple of the same kind, without the ``__new__`` of a named one, which may look into tensors."""
+    return tuple.__new__(type(value) if hasattr(value, "_fields") else tuple, items)
+
+
 def with_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """Arguments with tensors in their places."""
     if type(value) is Place:
@@ -81,7 +86,7 @@ def with_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
         return {key: with_tensors(item, tensors) for key, item in value.items()}
     if isinstance(value, tuple):
         items = [with_tensors(item, tensors) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        return _tuple_of(value, items)
     return [with_tensors(item, tensors) for item in value] if type(value) is list else value
 
 

@@ -1133,6 +1133,13 @@ class Pair(NamedTuple):
     two: torch.Tensor
 
 
+class Summed(Pair):
+    """Looks into its tensors when it is made, as ``PackedSequence`` does."""
+
+    def __new__(cls, one: torch.Tensor, two: torch.Tensor) -> "Summed":
+        return super().__new__(cls, one, one + two)
+
+
 class Moded(nn.Module):
     """Saves other tensors in evaluation, and for inputs of another kind; counts how often it runs."""
 
@@ -1177,6 +1184,7 @@ KINDS: dict[str, Callable[[Any, torch.Tensor, bool], torch.Tensor]] = {
     "same tensor": lambda layer, x, other: layer(x, [x, x] if other else [x]),
     "names": lambda layer, x, other: layer(x, more={"z" if other else "x": x + 1}),
     "fields": lambda layer, x, other: layer(x, Pair(x + 1, x) if other else 1),
+    "fields that are computed": lambda layer, x, other: layer(x, Summed(x + 1, x) if other else 1),
     "autocast": _in_autocast,
     "autocast's context": lambda layer, x, other: _in_autocast(layer, x, False) if other else layer(x),
 }
