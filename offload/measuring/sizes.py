@@ -189,11 +189,12 @@ class CostsBySize:
 
 
 def given_to(tensors: Sequence[torch.Tensor]) -> Inputs:
-    """The size of a layer's arguments."""
+    """The size of a layer's arguments. The ragged side of a nested tensor is no number: the elements count it."""
     floating = [tensor for tensor in tensors if tensor.is_floating_point()]
     computed = [tensor for tensor in floating if tensor.requires_grad] or floating[:1] or tensors[:1]
     elements = max(1, sum(tensor.numel() for tensor in computed))
-    return Inputs(elements, tuple(max(1, side) for tensor in computed for side in tensor.shape))
+    sides = (side for tensor in computed for side in tensor.shape if isinstance(side, int))
+    return Inputs(elements, tuple(max(1, side) for side in sides))
 
 
 def with_skipped(

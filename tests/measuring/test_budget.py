@@ -507,6 +507,24 @@ class Spread(nn.Module):
         return (x.expand(-1, 4096) * self.scale).sin().exp().mean(1, keepdim=True)
 
 
+@pytest.mark.filterwarnings("ignore:memory_budget", "ignore:.* freed no device memory")
+def test_inputs_with_a_ragged_side(lab: Lab) -> None:
+    """Its length is a symbol, and no number."""
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)).to(lab.device)
+    values = torch.randn(8, WIDTH, device=lab.device, requires_grad=True)
+    leaves = leaves_of(layers, values)
+
+    def step() -> None:
+        nested = torch.nested.nested_tensor_from_jagged(values * 1, torch.tensor([0, 3, 8], device=lab.device))
+        through(layers, nested).values().square().sum().backward()
+
+    expected = gradients(leaves, step)
+    with budgeted(layers, lab, "1KiB") as handle:
+        for _ in range(5):
+            assert_same(expected, gradients(leaves, step))
+        assert handle.plan is not None
+
+
 @pytest.mark.parametrize("rows", [8, 256])
 @pytest.mark.usefixtures("slow_link")
 def test_inputs_of_a_few_elements_are_planned(rows: int, lab: Lab) -> None:
