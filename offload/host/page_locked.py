@@ -72,7 +72,7 @@ def check_room(nbytes: int) -> None:
 def page_locked(nbytes: int, backend: Backend) -> torch.Tensor:
     """Host memory that is locked for the backend, uint8 of shape ``[nbytes]``; unlocked and freed with its storage."""
     if not backend.locks_any_memory:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     mapping = _touched(nbytes)
     mapping.locked_by = (backend, os.getpid())  # first, as an interrupt may come when the pages are locked already
     try:

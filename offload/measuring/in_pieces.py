@@ -140,7 +140,9 @@ def _saved_by_a_token(mlp: Any) -> int:
     if any(isinstance(one, nn.ModuleList) for one in modes):  # experts, perhaps
         return 0
     weight = linear[0].weight
-    x = torch.randn(1, TRIED, linear[0].in_features, generator=torch.Generator().manual_seed(0)).to(weight)
+    x = torch.randn(1, TRIED, linear[0].in_features, generator=torch.Generator().manual_seed(0), device="cpu").to(
+        weight
+    )
     saved: dict[int, int] = {one.untyped_storage().data_ptr(): 0 for one in (x, *own)}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:

@@ -178,7 +178,7 @@ def _small_parameters(
         size = [min(length, LARGEST.get(largest.ndim, 4)) for length in largest.shape]
         dtype = dtype_of_step(largest, state_dtype)
         for scale in (1.0, 8.0):  # what depends on a norm of several parameters shows
-            drawn = [scale * torch.randn(size, generator=numbers) for _ in range(TRIAL_STEPS + 1)]
+            drawn = [scale * torch.randn(size, generator=numbers, device="cpu") for _ in range(TRIAL_STEPS + 1)]
             value, *gradients = (one.to(device or largest.device, dtype) for one in drawn)
             if dtype is largest.dtype:  # else they are converted as well
                 gradients = [one.to(gradient_dtype(largest)) for one in gradients]

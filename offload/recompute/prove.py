@@ -86,7 +86,7 @@ def on_host(tensors: Iterable[torch.Tensor], lend: Lend) -> Iterator[None]:
                     try:  # by an operation, as a memory meter sees no other memory
                         empty = torch.empty(copy.nbytes(), dtype=torch.uint8, device=device)
                     except torch.OutOfMemoryError:  # the pool has the copy's memory back
-                        lost, empty = lost + copy.nbytes(), torch.empty(copy.nbytes(), dtype=torch.uint8)
+                        lost, empty = lost + copy.nbytes(), torch.empty(copy.nbytes(), dtype=torch.uint8, device="cpu")
                     memory = empty.untyped_storage().copy_(copy)
                 copies[address] = memory
             for one, address, geometry in places:

@@ -175,7 +175,7 @@ class GradientWriter:
     def _fill_staging(self) -> None:
         """Let there be all buffers: an interrupt or an error may have lost some."""
         for _ in range(STAGING - self._staging.qsize()):
-            self._staging.put(torch.empty(0, dtype=torch.uint8))
+            self._staging.put(torch.empty(0, dtype=torch.uint8, device="cpu"))
 
     def _land(self) -> None:
         gradients = self._flights.popleft().gradients

@@ -87,7 +87,7 @@ class WeightLayer:
         for host in shared:
             host.shared = True
         sizes = [aligned(parameter.nbytes) for parameter in own]
-        memory = page_locked(sum(sizes), backend) if sum(sizes) else torch.empty(0, dtype=torch.uint8)
+        memory = page_locked(sum(sizes), backend) if sum(sizes) else torch.empty(0, dtype=torch.uint8, device="cpu")
         for (parameter, name), flat in zip(own.items(), memory.split(sizes), strict=True):
             known[parameter] = HostParameter(parameter, f"layer {number}'s {name}", flat)
         # In their order in the slot.
@@ -238,7 +238,7 @@ class InPlace:
 
     def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module | None:
         for dtype in self._dtypes:
-            made = fn(torch.empty(0, dtype=dtype))  # shows the request in a tensor without memory
+            made = fn(torch.empty(0, dtype=dtype, device="cpu"))  # shows the request in a tensor without memory
             on_cpu = made.device.type == "cpu"
             if made.dtype is dtype and (not made.is_shared() if on_cpu else made.device == self._device):
                 continue

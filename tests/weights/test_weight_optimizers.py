@@ -5,6 +5,7 @@ import inspect
 import io
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from models import WIDTH, assert_same, build, loss_of
 from streaming import assert_moved, forward
 from torch import nn
 
-from offload import stream_weights
+from offload import stream_optimizer, stream_weights
 from offload.weights.streamed import warn_of_fused_sgd
 
 LAYERS = 4
@@ -163,3 +164,23 @@ def test_state_dict_save_and_load(device: torch.device) -> None:
     ordinary, _ = build("gpt", LAYERS, torch.device("cpu"))
     ordinary.load_state_dict(saved["model"])
     assert torch.equal(forward(ordinary.eval().to(device), x), expected)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_host_memory_is_on_the_host_whatever_the_default_device_is(in_backward: bool, device: torch.device) -> None:
+    def train(streams: bool) -> list[torch.Tensor]:
+        model, _ = build(small, 2, device)
+        optimizer = torch.optim.AdamW(model.parameters())
+        batches = inputs(device)
+        with torch.device("meta"), ExitStack() as stack:
+            if streams:
+                stack.enter_context(stream_weights(model, device))
+                stack.enter_context(stream_optimizer(optimizer, in_backward=in_backward, consume_gradients=in_backward))
+                model.to(torch.float32)  # what they are
+            for x in batches:
+                loss_of(forward(model, x)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [parameter.detach().cpu() for parameter in model.parameters()]
+
+    assert_same(train(False), train(True))
