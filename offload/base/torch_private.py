@@ -164,7 +164,7 @@ def has_gradient_hooks(parameter: Any, *, accumulated: bool = True) -> bool:
 # Tracing, transforms and dispatch.
 
 profiling = functools.partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")  # whether a profiler runs
-function_modes = _find("_C._len_torch_function_stack")  # how many modes see calls of PyTorch's functions
+function_modes = _find("overrides._get_current_function_mode_stack")  # they see calls of functions; the outermost first
 without_torch_function = _find("_C.DisableTorchFunctionSubclass")
 
 

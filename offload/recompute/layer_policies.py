@@ -79,7 +79,7 @@ class LayerPolicies(RegionPolicies):
         if self._parameters is None:
             self._parameters = list(layer.parameters())
         trained = [parameter.requires_grad for parameter in self._parameters]
-        return (*inputs.kind, layer.training, *settings, *trained), tuple(inputs.sizes)
+        return (*inputs.kind, layer.training, *settings.kind, *trained), tuple(inputs.sizes)
 
     def find(self, key: InputKind) -> tuple[Way | None, SecondRun | None]:
         """What is known of a kind of input, learned with this size or with two others, and its second run."""

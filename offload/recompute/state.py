@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from operator import is_
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from offload.base.layer_events import compute_device, is_sharded
 from offload.base.tensors import plain_memory, tensors_in
@@ -38,7 +40,24 @@ Snapshot = tuple[list[StateKey], list[Any]]
 """Places and what they hold: two lists take a third of a dictionary's time, and each forward of a layer makes them."""
 
 
+def _matmul_precision() -> str | None:
+    """``None`` where it was set by the options of one backend: then this one raises, and those are not restored."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+
+
+def _set_matmul_precision(precision: str | None) -> None:
+    if precision is not None:
+        torch.set_float32_matmul_precision(precision)
+
+
 _cuda: Any = torch.backends.cuda
+_CHOICES = (
+    *((torch.backends.cudnn, name) for name in ("enabled", "deterministic", "benchmark")),
+    (torch.backends.mkldnn, "enabled"),
+)
 _FLAGS: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
     (torch.get_default_dtype, torch.set_default_dtype),
     (
@@ -50,6 +69,8 @@ _FLAGS: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
         (_cuda.enable_flash_sdp, _cuda.enable_mem_efficient_sdp, _cuda.enable_math_sdp, _cuda.enable_cudnn_sdp),
         strict=True,
     ),
+    *((partial(getattr, *choice), partial(setattr, *choice)) for choice in _CHOICES),
+    (_matmul_precision, _set_matmul_precision),
 ]
 """What tells a setting, and what sets it."""
 
@@ -61,8 +82,9 @@ class Settings(NamedTuple):
     cached: bool  # whether autocast keeps the copies of parameters that it casts
     nested: bool
     """Whether an autocast context surrounds the layer, switched on or not: then the copies outlive the layer."""
-    device: torch.device | None
     flags: tuple[Any, ...]  # the others, in the order of ``_FLAGS``
+    modes: tuple[Any, ...]
+    """What sees calls of PyTorch's functions, the outermost first; one mode of PyTorch sets the default device."""
 
     @classmethod
     def now(cls, device: torch.device) -> Settings:
@@ -75,9 +97,16 @@ class Settings(NamedTuple):
             (autocast,) if kind == "cpu" else (autocast, (kind, is_on(kind), dtype(kind))),
             torch.is_autocast_cache_enabled(),
             nesting > 1,
-            torch.get_default_device() if function_modes() else None,
             tuple([get() for get, _ in _FLAGS]),
+            tuple(function_modes()),
         )
+
+    @property
+    def kind(self) -> Iterator[Hashable]:
+        """All of it, without the modes themselves, of which a program may make one in each step."""
+        yield from self[:-1]
+        if self.modes:
+            yield from (torch.get_default_device(), *map(type, self.modes))
 
     @property
     def casts(self) -> bool:
@@ -95,13 +124,22 @@ class Settings(NamedTuple):
             for kind, enabled, dtype in self.autocast:
                 if enabled or torch.is_autocast_enabled(kind):
                     stack.enter_context(torch.autocast(kind, dtype, enabled, self.cached))
-            if self.device is not None:
-                stack.enter_context(torch.device(self.device))
+            if self.modes != now.modes:
+                stack.callback(_see_by, now.modes)
+                _see_by(self.modes)
             for (_, switch), wanted, present in zip(_FLAGS, self.flags, now.flags, strict=True):
                 if wanted != present:
                     stack.callback(switch, present)
                     switch(wanted)
             yield
+
+
+def _see_by(modes: Iterable[Any]) -> None:
+    """Let these modes see calls of PyTorch's functions in this thread, and no others."""
+    for mode in function_modes():  # not by their own methods, which count how often the program has entered them
+        TorchFunctionMode.__exit__(mode, None, None, None)
+    for mode in modes:
+        TorchFunctionMode.__enter__(mode)
 
 
 # Generators of random numbers.

@@ -22,6 +22,7 @@ from models import WIDTH, Composed, Seen, assert_same, build, gradients, leaves_
 from test_policies import ALL, Function, assert_bits, assert_right, offloaded
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import offload
@@ -658,6 +659,10 @@ def _settings() -> tuple[Any, ...]:
         torch.backends.cuda.math_sdp_enabled(),
         torch.backends.cuda.mem_efficient_sdp_enabled(),
         torch.backends.cuda.cudnn_sdp_enabled(),
+        torch.backends.cudnn.enabled,
+        torch.backends.cudnn.deterministic,
+        torch.backends.mkldnn.enabled,
+        torch.get_float32_matmul_precision(),
         torch.empty(()).device,
     )
 
@@ -680,6 +685,31 @@ def _deterministic(mode: bool, warn_only: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(True)
 
 
+@contextlib.contextmanager
+def _precision() -> Iterator[None]:
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@contextlib.contextmanager
+def _without_mkldnn() -> Iterator[None]:
+    torch.backends.mkldnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.enabled = True
+
+
+class OtherSine(TorchFunctionMode):
+    """As libraries exchange functions of PyTorch."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (torch.cos if function is torch.sin else function)(*args, **kwargs or {})
+
+
 SETTINGS: dict[str, Callable[[], Any]] = {
     "none": contextlib.nullcontext,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
@@ -689,7 +719,18 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     "warn only": lambda: _deterministic(True, True),
     "math": lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
     "meta": lambda: torch.device("meta"),
+    "cudnn": lambda: torch.backends.cudnn.flags(enabled=False, deterministic=True),
+    "mkldnn": _without_mkldnn,
+    "precision": _precision,
+    "mode": OtherSine,
+    "meta in a mode": lambda: _both(OtherSine(), torch.device("meta")),
 }
+
+
+@contextlib.contextmanager
+def _both(one: Any, other: Any) -> Iterator[None]:
+    with one, other:
+        yield
 
 
 @pytest.mark.parametrize("around_backward", [False, True], ids=["around forward", "around backward"])
@@ -699,7 +740,7 @@ def test_settings_are_those_of_the_forward(setting: Callable[[], Any], around_ba
 
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         seen.append(_settings())
-        return (F.scaled_dot_product_attention(x, x + 1, x + 2) @ w).tanh().float() * x
+        return torch.sin(F.scaled_dot_product_attention(x, x + 1, x + 2) @ w).float() * x
 
     layers, x = functions(function, lab)
 
