@@ -205,8 +205,10 @@ def _step_sets(optimizer: torch.optim.Optimizer, sets: list[list[_Tried]]) -> li
     for tried in sets:
         parameters = [nn.Parameter(one.value.clone()) for one in tried]
         state: dict[Any, Any] = defaultdict(dict)
-        groups = [{**one.options, "params": [p]} for one, p in zip(tried, parameters, strict=True)]
-        stand_in = stand_in_for(optimizer, groups, state)
+        groups: dict[int, Group] = {}  # those of one group are in one group: its step may look at all of them
+        for one, parameter in zip(tried, parameters, strict=True):
+            groups.setdefault(id(one.options), {**one.options, "params": []})["params"].append(parameter)
+        stand_in = stand_in_for(optimizer, list(groups.values()), state)
         for number in range(TRIAL_STEPS):
             for one, parameter in zip(tried, parameters, strict=True):
                 if parameter.dtype is not one.gradients[number].dtype:

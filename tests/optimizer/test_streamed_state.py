@@ -234,13 +234,14 @@ def test_an_interrupted_step_is_told(lab: Lab, monkeypatch: pytest.MonkeyPatch) 
 
 
 class Normalized(torch.optim.SGD):
-    """Divides by the norm of all gradients."""
+    """Divides by the norm of a group's gradients."""
 
     def step(self, closure: Any = None) -> None:
-        parameters = self.param_groups[0]["params"]
-        norm = torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm()
-        for p in parameters:
-            p.data.sub_(p.grad / norm)
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            norm = torch.tensor([p.grad.norm() for p in parameters]).norm()
+            for p in parameters:
+                p.data.sub_(p.grad / norm)
 
 
 class Wrapper(torch.optim.SGD):
