@@ -228,8 +228,11 @@ class Frame:
                     push_hooks(check.pack, lambda tensor: tensor)
                     check.first_node = next_node()
                     call(*args, **kwargs)
-                except (AllThereError, LayerEndsError):
+                except LayerEndsError:
                     pass
+                except Exception:  # the layer may handle AllThereError, and TorchScript raises another one in its place
+                    if not check.all_there:
+                        raise
                 finally:
                     pop_hooks(check.pack)
             except BaseException:
@@ -250,6 +253,7 @@ class SavedCheck:
         self.found: dict[int, torch.Tensor] = {}
         self.first_node = 0  # the number of the first autograd node of the run
         self.storages: dict[int, int] = {}  # the addresses of what was handed over, by the number of the saved tensor
+        self.all_there = False
         self._number = 0
         self._nodes, self._blind = frame.nodes, frame.blind
         self._arrivals = frame.replay.arrivals if hand_over else {}
@@ -277,7 +281,8 @@ class SavedCheck:
                 raise self.frame.other(what)
             self.take(number, tensor)
             self._missing -= 1
-            if not self._missing and not self._to_the_end:
+            self.all_there = not self._missing and not self._to_the_end
+            if self.all_there:
                 raise AllThereError
         elif number in self._compared and not same_bits(self.frame.kept[number](), tensor):
             raise self.frame.other(f"computes other values as saved tensor {number}")

@@ -206,7 +206,9 @@ class LayerState:
         except KeyError:  # a key has gone, and another one has come
             pass
         self._sizes = sizes
-        self._places = [(index, key) for index, part in enumerate(self._dicts) for key in part if key not in _OWN]
+        self._places = [
+            (index, key) for index, part in enumerate(self._dicts) for key, _ in part.items() if key not in _OWN
+        ]
         self._holders = [(self._dicts[index], key) for index, key in self._places]
         return self._places, [part[key] for part, key in self._holders]
 

@@ -69,7 +69,7 @@ class StreamedWeights(Handle):
         self._attachment = Attachment([modules[layer.number] for layer in stream.layers], listeners, self)
         inner = [each for module in modules for each in module.modules()]
         self._buffers = _move_buffers(
-            [(weakref.ref(each), name, stream.device) for each in inner for name in each._buffers]
+            [(weakref.ref(each), name, stream.device) for each in inner for name, _ in each._buffers.items()]
         )
         for number, module in enumerate(modules):
             # In the dictionary itself: a compiled module hands what is set on to the module that it was made of.

@@ -1167,6 +1167,35 @@ def test_a_layer_that_cannot_be_run_again(
     assert words in said[0]
 
 
+def handles_errors(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    try:
+        return (x @ w).sin().exp().tanh()
+    except Exception:  # noqa: BLE001  # as code does that tries a faster function first
+        return (x + w.mean()).cos().exp().sin().cos().tanh()
+
+
+def renames_errors(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    try:
+        return (x @ w).sin().exp() + 1
+    except Exception as error:
+        raise ValueError("x must be fine") from error
+
+
+@pytest.mark.parametrize("function", [handles_errors, renames_errors])
+def test_the_end_of_a_second_run_is_no_error_of_the_layer(function: Callable[..., torch.Tensor], lab: Lab) -> None:
+    assert "recompute" in assert_right(function, lab).values()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+def test_a_part_of_a_layer_in_torchscript(lab: Lab) -> None:
+    def make() -> nn.Module:
+        part = torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)))
+        return Composed(lambda own, x: own.part(x), part=part)
+
+    layers, x = build(make, LAYERS, lab.device)
+    assert "recompute" in assert_bits(partial(step, layers, x), layers, lab, times=5).values()
+
+
 class Pair(NamedTuple):
     """Two arguments by name."""
 

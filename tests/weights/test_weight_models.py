@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from models import WIDTH, Composed, assert_same, build, loss_of, through
-from streaming import gradients
+from streaming import backward, check_step, gradients
 from torch import nn
 
 from offload import offload_layers, stream_weights
@@ -85,3 +85,13 @@ def test_other_changes_are_refused_at_once(said: str, device: torch.device) -> N
         ):
             CHANGES[said](model.layers)
         assert_same(expected, gradients(model, x, once))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+def test_parts_of_layers_in_torchscript(device: torch.device) -> None:
+    def make() -> nn.Module:
+        part = torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)))
+        return Composed(lambda own, x: x + own.part(x), part=part)
+
+    layers, x = build(make, 3, device)
+    check_step(layers, x, backward)
