@@ -23,6 +23,17 @@ def geometry_of(tensor: torch.Tensor) -> Geometry:
     return tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
+def sides_of(tensor: torch.Tensor) -> torch.Size:
+    """The shape of a layer's argument."""
+    try:
+        return tensor.shape
+    except RuntimeError:
+        raise TypeError(
+            "layers with policies or memory_budget must be given tensors that have a shape, got a nested tensor of "
+            "layout torch.strided; make it with layout=torch.jagged, or offload whole layers by num_layers alone."
+        ) from None
+
+
 def look_into(memory: torch.UntypedStorage, geometry: Geometry, empty: torch.Tensor | None = None) -> torch.Tensor:
     """A tensor over ``memory``: ``empty``, which must have the same dtype, or else a new one."""
     dtype, start, size, stride, conj, neg = geometry

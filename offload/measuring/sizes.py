@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from offload.base.tensors import sides_of
 from offload.planning.profile import LayerProfile, Profile
 from offload.recompute.costs import RegionProfile
 
@@ -193,7 +194,7 @@ def given_to(tensors: Sequence[torch.Tensor]) -> Inputs:
     floating = [tensor for tensor in tensors if tensor.is_floating_point()]
     computed = [tensor for tensor in floating if tensor.requires_grad] or floating[:1] or tensors[:1]
     elements = max(1, sum(tensor.numel() for tensor in computed))
-    sides = (side for tensor in computed for side in tensor.shape if isinstance(side, int))
+    sides = (side for tensor in computed for side in sides_of(tensor) if isinstance(side, int))
     return Inputs(elements, tuple(max(1, side) for side in sides))
 
 

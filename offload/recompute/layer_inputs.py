@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from offload.base.tensors import sides_of
+
 
 class LayerInputs:
     """The arguments of one call of a layer, with places in place of tensors."""
@@ -46,7 +48,7 @@ class LayerInputs:
         return found
 
     def _take_tensor(self, tensor: torch.Tensor) -> Place:
-        kind, shape = type(tensor), tensor.shape
+        kind, shape = type(tensor), sides_of(tensor)
         self.sizes += shape
         # Results are laid out as the inputs are.
         plain = kind is torch.Tensor and tensor.layout is torch.strided

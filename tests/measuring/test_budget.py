@@ -525,6 +525,20 @@ def test_inputs_with_a_ragged_side(lab: Lab) -> None:
         assert handle.plan is not None
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("given", [{"memory_budget": "1GiB"}, {"num_layers": 0, "policies": {"*": "recompute"}}])
+def test_inputs_without_a_shape_are_refused(given: dict[str, Any], lab: Lab) -> None:
+    layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)).to(lab.device)
+    x = torch.nested.nested_tensor([torch.randn(rows, WIDTH, device=lab.device) for rows in (2, 3)])
+    with (
+        offload.offload_layers(layers, min_bytes=0, device=lab.device, **given),
+        pytest.raises(
+            TypeError, match=r"must be given tensors that have a shape, .* make it with layout=torch\.jagged"
+        ),
+    ):
+        through(layers, x)
+
+
 @pytest.mark.parametrize("rows", [8, 256])
 @pytest.mark.usefixtures("slow_link")
 def test_inputs_of_a_few_elements_are_planned(rows: int, lab: Lab) -> None:
