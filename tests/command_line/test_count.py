@@ -112,10 +112,17 @@ def test_seconds_follow_from_flop_and_bytes():
 def test_comes_near_to_what_an_h200_measures():
     """Llama-8B, 65,536 tokens, with all but the layers' inputs computed again: 16.2 s, the optimizer included."""
     changes = ["intermediate_size=14336", "num_key_value_heads=8", "vocab_size=128256"]
-    counted = count_model(read_config("llama", changes), 1, 65536, Rates(630e12, 4e12), 1 << 21)
-    again_s = sum(layer.forward_s for layer in counted.profile.layers)
-    assert counted.profile.compute_s + again_s == pytest.approx(16.2, rel=0.15)
-    assert counted.parameters == 8_030_261_248
+
+    def counted(layers):
+        config = read_config("llama", [*changes, f"num_hidden_layers={layers}"])
+        found = count_model(config, 1, 65536, Rates(630e12, 4e12), 1 << 21)
+        again_s = sum(layer.forward_s for layer in found.profile.layers)
+        return torch.tensor([found.profile.compute_s + again_s, found.parameters], dtype=torch.float64)
+
+    few, one_more = counted(2), counted(3)  # each further layer adds the same
+    step_s, parameters = (few + 30 * (one_more - few)).tolist()
+    assert step_s == pytest.approx(16.2, rel=0.15)
+    assert parameters == 8_030_261_248
 
 
 @pytest.mark.parametrize(
