@@ -94,11 +94,16 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 
 def check_values(name: str, parameter: torch.Tensor) -> None:
-    """Raise if a parameter has no values yet; ``name`` begins the message."""
+    """Raise if a parameter has no values yet, or none that can be trained; ``name`` begins the message."""
     if isinstance(parameter, torch.nn.parameter.UninitializedParameter) or parameter.is_meta:
         raise ValueError(
             f"{name} must have values, got a lazy parameter or a meta tensor; run one forward, or materialise the "
             "model on the CPU, before this call."
+        )
+    if torch.is_inference_mode_enabled() or parameter.is_inference():
+        raise RuntimeError(
+            f"{name} must be held outside of torch.inference_mode(), where no tensor that is made can be trained; make "
+            "the model, and this call, outside of it."
         )
 
 

@@ -133,7 +133,8 @@ class StreamedOptimizer(Handle):
         if (optimizer := stepper.reference()) is not None:  # else it has gone with its state
             if on_device:
                 try:
-                    state = stepper.store.moved_back()
+                    with torch.inference_mode(False), torch.no_grad():  # the program may continue to train
+                        state = stepper.store.moved_back()
                 except (torch.OutOfMemoryError, HostMemoryError) as error:
                     # Not raised: on the way out of a block, it would hide the block's own error.
                     warn_caller(

@@ -156,6 +156,8 @@ class WeightSlots:
     """The slots of all layers, and the h2d stream that fills them; ``layers`` are in the order of forward."""
 
     def __init__(self, backend: Backend, layers: list[WeightLayer], num_slots: int, counters: Counter[str]) -> None:
+        self.slots: list[Slot] = []  # what settles at the end needs these two, also where there is no room for slots
+        self._epoch = 0  # grows where the host may have changed weights: .data leaves their version as it is
         self._backend = backend
         self._layers = layers
         self._counters = counters
@@ -167,7 +169,6 @@ class WeightSlots:
         for rank, layer in enumerate(layers):
             layer.bind(self.slots[rank % num_slots], rank)
         self._last = -1  # the rank of the layer whose forward began last
-        self._epoch = 0  # grows where the host may have changed weights: .data leaves their version as it is
 
     def acquire(self, layer: WeightLayer, *, step: int) -> None:
         """Let compute wait for a layer's weights, and queue the loads of the next layers, one for each other slot."""

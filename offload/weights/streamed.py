@@ -237,7 +237,8 @@ def _move_buffers(targets: list[_Buffer]) -> list[_Buffer]:
         buffer = None if module is None else module._buffers[name]
         if module is not None and buffer is not None and buffer.device != device:
             if buffer not in moved:
-                moved[buffer] = buffer.to(device)
+                with torch.inference_mode(False), torch.no_grad():  # the program may continue to train
+                    moved[buffer] = buffer.to(device)
             module._buffers[name] = moved[buffer]
             origins.append((holder, name, buffer.device))
     return origins

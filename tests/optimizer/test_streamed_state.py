@@ -314,6 +314,27 @@ def test_refused_options() -> None:
         stream(optimizer, consume_gradients=True)
 
 
+def test_inference_mode(device: torch.device) -> None:
+    """No tensor that is made there can be trained: the state is made outside, also where the handle is removed."""
+    model, plain = build(device), build(device)
+    optimizer, other = adamw(model.parameters()), adamw(plain.parameters())
+    with (
+        torch.inference_mode(),
+        pytest.raises(RuntimeError, match=r"must be held outside of torch\.inference_mode\(\)"),
+    ):
+        stream(optimizer)
+    handle = stream(optimizer)
+    for number in range(3):
+        for one, its in ((plain, other), (model, optimizer)):
+            for parameter in one.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            its.step()
+        if number == 1:
+            with torch.inference_mode():
+                handle.remove()
+    assert_same(list(plain.parameters()), list(model.parameters()))
+
+
 def test_refused_parameters_and_gradients() -> None:
     devices = [nn.Parameter(torch.zeros(2, device=device)) for device in ("cpu", "meta")]
     with pytest.raises(ValueError, match="have its parameters on one device, got cpu and meta; build an optimizer"):

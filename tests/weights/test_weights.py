@@ -5,6 +5,7 @@ right only if every byte was there in time.
 """
 
 import copy
+import gc
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lab import Lab
 from models import WIDTH, Composed, GptBlock, Recurrent, assert_same, build, loss_of
 from streaming import Step, assert_moved, backward, check_step, forward, gradients
 from torch import nn
@@ -395,6 +397,35 @@ def test_evaluation_between_forward_and_backward(mode: Callable[[], Any], device
         loss.backward()
 
     check_step(layers, x, step)
+
+
+def test_weights_are_not_moved_in_inference_mode(device: torch.device) -> None:
+    layers, _ = build("gpt", LAYERS, device)
+    before = [parameter.data_ptr() for parameter in layers.parameters()]
+    with (
+        torch.inference_mode(),
+        pytest.raises(RuntimeError, match=r"must be held outside of torch\.inference_mode\(\)"),
+    ):
+        stream_weights(layers, device)
+    assert before == [parameter.data_ptr() for parameter in layers.parameters()]
+
+
+def test_without_room_for_slots_the_devices_error_is_all_that_is_said(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python writes what a finalizer raises, and pytest raises it."""
+
+    def full(_: int) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory is left")
+
+    layers, x = build("gpt", LAYERS, lab.device)
+    expected = gradients(layers, x)
+    with monkeypatch.context() as patch:
+        patch.setattr(lab.backend, "empty", full)
+        with pytest.raises(torch.OutOfMemoryError, match="no memory is left"):
+            stream_weights(layers, lab.device)
+    gc.collect()
+    assert_same(expected, gradients(layers.to(lab.device), x))
 
 
 class Counting(nn.Module):
