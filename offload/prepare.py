@@ -25,6 +25,7 @@ from offload.planning.recipes import without_activations
 from offload.planning.training_bytes import RECIPES
 from offload.prepared import PreparedTraining
 from offload.recompute.compiled_levels import parse_compile
+from offload.weights.layer import check_parameters
 
 
 def prepare(
@@ -127,10 +128,16 @@ def prepare(
     in_float32: dict[str, Any] = {"state_dtype": state_dtype, "master_weights": master_weights}
     training = training_bytes(model, modules, optimizers, chunk_bytes, target, **in_float32)
     places: set[str] = {"resident", "streamed"}
+    why = ""
     if compute_device(modules) is not None:
         places = {"streamed"}  # by the program
     elif dist.is_initialized() and dist.get_world_size() > 1:
         places = {"resident"}  # where each rank may choose for itself what is shortest
+    else:
+        try:
+            check_parameters(modules)
+        except (TypeError, ValueError) as error:
+            places, why = {"resident"}, f" Weights cannot be streamed: {str(error).partition(';')[0]}."
     alone = len(optimizers) == 1  # which can step streamed weights in backward
     recipes = [
         recipe
@@ -144,8 +151,8 @@ def prepare(
         needs = "; ".join(f"{one.recipe}: {one.reason}" for one in plan.recipes)
         raise ValueError(
             f"memory_budget must hold weights, gradients and optimizer state in some way, got {format_bytes(budget)} "
-            f"and {'no limit of' if host is None else format_bytes(host) + ' of'} host memory. {needs}. Give more, or "
-            "train fewer parameters (LoRA)."
+            f"and {'no limit of' if host is None else format_bytes(host) + ' of'} host memory. {needs}.{why} Give "
+            "more, or train fewer parameters (LoRA)."
         )
     follow = {"min_bytes": min_bytes, "compiles": compile}
     options = in_float32, overlap_forward, chunk_bytes, follow, Pieces(model, modules, allowed=in_pieces)

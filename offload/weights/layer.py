@@ -263,10 +263,13 @@ def check_parameters(modules: list[nn.Module]) -> None:
             check_values(name, parameter)
             kind = type(parameter.data) if type(parameter) is nn.Parameter else type(parameter)
             if kind is not torch.Tensor:
-                raise TypeError(
-                    f"{name} must be a plain nn.Parameter, got a {kind.__name__}; leave its layer out. Let "
-                    "fully_shard keep DTensors on the host by itself, with offload_policy=CPUOffloadPolicy(); or "
+                sharded = (
+                    " Let fully_shard keep DTensors on the host by itself, with offload_policy=CPUOffloadPolicy(); or "
                     "stream the layers of a model that is not sharded, with process_group for data parallelism."
+                )
+                raise TypeError(
+                    f"{name} must be a plain nn.Parameter, got a {kind.__name__}; leave its layer out."
+                    f"{sharded if hasattr(parameter, 'to_local') else ''}"
                 )
             if parameter.layout is not torch.strided:
                 raise TypeError(f"{name} must be dense, got layout {parameter.layout}; leave its layer out.")

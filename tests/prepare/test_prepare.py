@@ -512,6 +512,21 @@ def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any("forward" in vars(layer) for layer in model.layers)
 
 
+class Packed(torch.Tensor):
+    """As libraries hold quantized weights."""
+
+
+def test_weights_that_cannot_be_streamed_remain_on_the_device() -> None:
+    model = Model()
+    model.layers[1].codes = nn.Parameter(torch.ones(3).as_subclass(Packed), requires_grad=False)
+    optimizer = torch.optim.AdamW(one for one in model.parameters() if one.requires_grad)
+    with offload.prepare(model, optimizer, "1GiB", device="cpu") as prepared:
+        assert {one.recipe.weights for one in prepared.plan.recipes} == {"resident"}
+    why = r"Weights cannot be streamed: layer 1's codes must be a plain nn\.Parameter, got a Packed\. Give more, or"
+    with pytest.raises(ValueError, match=why):
+        offload.prepare(model, optimizer, 64 * KIB, device="cpu")
+
+
 def test_refuses_what_is_no_training() -> None:
     model, other = Model(), nn.Linear(3, 2)
     with pytest.raises(TypeError, match="model must be a module"):
