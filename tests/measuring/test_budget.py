@@ -94,7 +94,8 @@ def test_weights_of_a_functional_call(lab: Lab) -> None:
 def test_sparse_gradients(lab: Lab) -> None:
     """They have no ``nbytes``, and lie in ``grad`` when the next microbatch begins."""
     layers, _ = build("decoder", LAYERS, lab.device)
-    embedding, ids = nn.Embedding(9, WIDTH, sparse=True), torch.arange(8).view(2, 4)
+    embedding = nn.Embedding(9, WIDTH, sparse=True, device=lab.device)
+    ids = torch.arange(8, device=lab.device).view(2, 4)
 
     def step() -> list[torch.Tensor]:
         for one in (embedding, layers):
