@@ -395,6 +395,15 @@ def test_a_failed_copy_is_told_once(copy: int, steps: bool, lab: Lab) -> None:
     assert_same(resident(lab.device, range(4)), run.values)
 
 
+def test_what_is_noted_of_readers_does_not_grow(lab: Lab) -> None:
+    run = Training(lab.device, overlap_forward=True)
+    weight = run.model[0].weight
+    run.steps(range(3))
+    before = sys.getrefcount(weight)
+    run.steps(range(3, 8))
+    assert sys.getrefcount(weight) == before
+
+
 def test_a_dropped_optimizer_leaves_its_parameters_stepped(lab: Lab) -> None:
     run = Training(lab.device, overlap_forward=True)
     run.steps(range(3))
