@@ -192,6 +192,7 @@ class StandIn:
         if hooked or is_captured(host.accumulator):
             return gradient.to("cpu")
         if host in self._gradients:  # autograd would add each to p.grad by itself: a sum here would round otherwise
+            self._gradients.clear()  # no part of a gradient is left in p.grad
             raise host.second_gradient_error()
         if gradient.layout is not torch.strided:
             raise NotImplementedError(
