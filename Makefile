@@ -86,14 +86,23 @@ clean:
 	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # A stamp says that an installation is complete; it is written last, so an interrupted one is repeated.
-$(VENV)/torch.stamp:
-	PYTHON="$(PYTHON)" tools/make_venv.sh $(VENV) "$(TORCH)"
+$(VENV)/pip.stamp:
+	PYTHON="$(PYTHON)" tools/make_venv.sh $(VENV)
+	@touch $@
+
+$(VENV)/torch.stamp: $(VENV)/pip.stamp
+	PYTHON="$(PYTHON)" tools/get_torch.sh $(VENV) "$(TORCH)"
+	@touch $@
+
+# What the groups name, beside torch, which takes as long: no package that torch depends on is among them.
+$(VENV)/groups.stamp: pyproject.toml $(VENV)/pip.stamp
+	$(PIP) --no-deps --group test --group docs --group lint
 	@touch $@
 
 $(VENV)/tutorial.stamp: pyproject.toml $(VENV)/torch.stamp
 	$(PIP) --group notebook --editable .
 	@touch $@
 
-$(VENV)/develop.stamp: pyproject.toml $(VENV)/torch.stamp
+$(VENV)/develop.stamp: pyproject.toml $(VENV)/groups.stamp $(VENV)/torch.stamp
 	$(PIP) --group test --group docs --group lint --editable .
 	@touch $@ $(VENV)/tutorial.stamp

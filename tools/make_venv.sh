@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes a virtual environment that has torch: make_venv.sh FOLDER TORCH_REQUIREMENT, interpreter in $PYTHON.
+# Makes a virtual environment with pip, in which $PYTHON sees its own torch if that can be used: make_venv.sh FOLDER.
 set -euo pipefail
-venv=$1 torch=$2 python=${PYTHON:-python3}
+venv=$1 python=${PYTHON:-python3}
 
 usable_torch='
 import sys, torch
@@ -28,11 +28,3 @@ if ! "$python" -m pip --python "$venv/bin/python" --disable-pip-version-check in
         "on Debian: apt install python3-pip" >&2
     exit 1
 fi
-
-if ! "$venv/bin/python" -c "$usable_torch" 2>/dev/null; then
-    echo "installing $torch, as $python has no torch>=2.11; for another build see docs/installation.md"
-    # Unquoted: TORCH may hold options of pip besides the requirement.
-    "$venv/bin/python" -m pip --disable-pip-version-check --no-input install --quiet --no-compile $torch
-fi
-# Without NumPy, which comes later, importing torch warns.
-"$venv/bin/python" -W ignore -c 'import torch; print("using torch", torch.__version__, "from", torch.__path__[0])'
