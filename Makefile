@@ -26,7 +26,9 @@ PIP := $(PY) -m pip --disable-pip-version-check --no-input install --quiet --no-
 # Tests of one file share what they prepare, and stay in one process. One thread each, as there is a process for each core.
 # They start dozens of processes, which need no processes of their own to compile kernels in.
 # Tests on a GPU measure its memory and its time: they run one after the other.
-SIDE_BY_SIDE := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+# Of glibc's memory, none goes back to the system to be asked for again: more than half of all page faults.
+KEEP_MEMORY := MALLOC_TRIM_THRESHOLD_=268435456 MALLOC_MMAP_THRESHOLD_=268435456
+SIDE_BY_SIDE := $(KEEP_MEMORY) OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 # Which tests `make test` leaves out; `make test-all` leaves out none.
 NIGHTLY := and not nightly
