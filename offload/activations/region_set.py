@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from offload.recompute.layer_inputs import LayerInputs, changed_argument, same_l
 from offload.recompute.layer_policies import InputKind, LayerPolicies
 from offload.recompute.learn import Learn, ModuleNames, SavedTensor
 from offload.recompute.policies import KEEP, RECOMPUTE
-from offload.recompute.prove import memories_of, prove_all, prove_hand_over
+from offload.recompute.prove import memories_of, on_host, prove_all, prove_hand_over
 from offload.recompute.run_again import Frame, HandOver, Held
 from offload.recompute.second_run import SecondRun
 from offload.recompute.state import CLONED_BYTES, LayerState, Settings, contents_of, kept_by_hooks, states_of
@@ -72,7 +73,7 @@ class RegionSet(ActivationSet):
         self._sized = way is not None and way.sizes != self._key[1]
         capturing = backend.capturing
         if way is not None and capturing:
-            way = None if self._sized else self._captured(way)
+            way = None if self._sized else way.in_capture(policies)
             replay = None if way is None else way.replay
         self._way = way
         self._first_node = next_node()
@@ -108,7 +109,8 @@ class RegionSet(ActivationSet):
                 # memory is too short for that, two second runs are compared in backward.
                 times = 1 if self.transfers.spares_device(way.saved_bytes) else 2
                 if policies.is_short(times * way.saved_bytes):
-                    self._proves, frame.unproven = False, partial(self._told_in_backward, way, way.replay)
+                    self._proves = False
+                    self._prove_in_backward(frame, way)
             if self._proves:
                 self.packing = self._hold_saved
             else:
@@ -122,20 +124,6 @@ class RegionSet(ActivationSet):
         next(packing)
         self.packing = packing.send
         self._limit = 0 if frame is None else way.limit
-
-    def _captured(self, way: Way) -> Way:
-        """What a CUDA graph does, which draws other random numbers in each replay: none are drawn again."""
-        if not way.draws_unseen and not any(step.draws for step in way.trace.steps):
-            return way
-        if way.captured is None:
-            captured = way.captured = Way(way.trace, way.state, way.names)
-            captured.forced, captured.hands_over = way.forced, way.hands_over
-            # The capture has the host memory that its warm-up needed: what was recomputed there is kept here.
-            captured.instead = KEEP
-            captured.reason = "its random numbers are drawn unseen" if way.draws_unseen else way.reason
-            captured.settle(self._policies, draws=False)
-            captured.proven = True
-        return way.captured
 
     def _hold(self, number: int, tensor: torch.Tensor, *, saved: bool) -> Held:
         """Hold an input, which the second run needs.
@@ -387,17 +375,10 @@ class RegionSet(ActivationSet):
         Where memory is short, backward compares two second runs instead: then the result is ``False``. What was just
         learned is proven ``again`` in the next microbatch.
         """
-        same = len(originals) == len(way.nodes) or way.trace.zone >= 0
-        same = same and frame.nodes[: way.limit] == way.nodes[: way.limit]
-        same = same and all(
-            tensor.dtype is expected[3]
-            and (self._sized or tensor.shape == expected[1])
-            and (expected[2] is None or same_layout(tensor, expected[1], expected[2], self._sized))
-            for tensor, expected in zip(originals, way.expected[: way.limit], strict=False)
-        )
+        same = way.saves(originals, frame.nodes, sized=self._sized)
         hands_over, short = frame.replay.hands_over, self._is_short(originals)
         if same and hands_over and short and way.can_repeat_all and not self.transfers.spares_device(way.saved_bytes):
-            frame.unproven = partial(self._told_in_backward, way, way.replay, again=again)
+            self._prove_in_backward(frame, way, again=again)
             return False
         self._policies.proofs += 1
         proves = same and (not hands_over or prove_hand_over(frame, originals, self.transfers.lend, short=short))
@@ -408,6 +389,21 @@ class RegionSet(ActivationSet):
             self._run_all(way)
             frame.replay = way.replay
         return True
+
+    def _prove_in_backward(self, frame: Frame, way: Way, *, again: bool = False) -> None:
+        frame.unproven = partial(self._told_in_backward, way, way.replay, again=again)
+        frame.aside = partial(self._aside, way)
+
+    def _aside(self, way: Way, frame: Frame, found: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
+        """Have what a second run has ``found``, and was handed over, on the host beside a run of all operations.
+
+        Only what the layer computes: the layer may read others, and what was offloaded has its memory in any case.
+        """
+        if not self._policies.is_short(way.saved_bytes):
+            return nullcontext()
+        held = (getattr(frame.kept.get(number), "__self__", None) for number in frame.replay.arrivals)
+        kept = [one.versions for one in held if isinstance(one, KeptHandle)]
+        return on_host([*found, *kept], self.transfers.lend)
 
     def _told_in_backward(self, way: Way, settled: SecondRun, same: bool, *, again: bool = False) -> None:
         """A second run that was handed something has computed the same as one with all operations, or has not."""

@@ -77,6 +77,8 @@ class Frame:
     timed: Callable[[], AbstractContextManager[object]] = nullcontext  # entered around the second run, to take its time
     unproven: Callable[[bool], None] | None = None
     """Is told whether what is handed over gives the same bits as all operations, as long as nobody has seen that."""
+    aside: Callable[[Frame, Iterable[torch.Tensor]], AbstractContextManager[None]]
+    """Has what was found so, and handed over, on the host while all operations run, where memory is short."""
 
     def __init__(
         self,
@@ -152,7 +154,10 @@ class Frame:
             found: dict[int, torch.Tensor] = {}
             try:
                 found = self._run(hand_over=True)
-                return found if tell is None else self._run_once_more(found, tell)
+                if tell is not None:
+                    self._run_once_more(found)
+                    tell(True)
+                return found
             except (AnotherWayError, RuntimeError) as error:
                 if not (self.replay.sized or tell is not None or isinstance(error, AnotherWayError)):
                     raise
@@ -188,12 +193,10 @@ class Frame:
                     "a clone of it, or keep or offload what is computed from it."
                 )
 
-    def _run_once_more(self, found: dict[int, torch.Tensor], tell: Callable[[bool], None]) -> dict[int, torch.Tensor]:
-        """What all operations compute, which takes the place of what was ``found``, tensor by tensor."""
-        check = _SecondCheck(self, found)
-        self.run_under(check, LayerMode() if self.learned else None)
-        tell(check.same)
-        return check.found
+    def _run_once_more(self, found: dict[int, torch.Tensor]) -> None:
+        """Compare what was ``found`` with what all operations compute, of which nothing is held."""
+        with self.aside(self, found.values()):
+            self.run_under(_SecondCheck(self, found), LayerMode() if self.learned else None)
 
     def _run(self, *, hand_over: bool) -> dict[int, torch.Tensor]:
         check = SavedCheck(self, hand_over=hand_over)
@@ -284,7 +287,7 @@ class SavedCheck:
             self.all_there = not self._missing and not self._to_the_end
             if self.all_there:
                 raise AllThereError
-        elif number in self._compared and not same_bits(self.frame.kept[number](), tensor):
+        elif number in self._compared and not same_bits(tensor, self.frame.kept[number]()):
             raise self.frame.other(f"computes other values as saved tensor {number}")
 
     def take(self, number: int, tensor: torch.Tensor) -> None:
@@ -304,12 +307,11 @@ class _SecondCheck(SavedCheck):
     def __init__(self, frame: Frame, others: dict[int, torch.Tensor]) -> None:
         super().__init__(frame, hand_over=False)
         self.others = others
-        self.same = True
 
     def take(self, number: int, tensor: torch.Tensor) -> None:
         with without_modes():  # to compare is none of the layer's operations
-            self.same = same_bits(self.others.pop(number), tensor) and self.same
-        super().take(number, tensor)
+            if not same_bits(tensor, self.others[number]):
+                raise AnotherWayError
 
 
 class HandOver(LayerMode):

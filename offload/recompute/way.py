@@ -12,6 +12,7 @@ from itertools import chain
 import torch
 
 from offload.recompute.costs import RegionProfile
+from offload.recompute.layer_inputs import same_layout
 from offload.recompute.learn import Trace
 from offload.recompute.policies import KEEP, OFFLOAD, RECOMPUTE, REST, SOURCE, UNSEEN, Policy, RegionPolicies
 from offload.recompute.second_run import NOTHING, SecondRun
@@ -73,6 +74,31 @@ class Way:
         self.sizes: Sizes = ()
         self._replays: dict[Sizes, SecondRun | None] = {}
         self.captured: Way | None = None  # the same in a CUDA graph, where no random numbers are drawn again
+
+    def in_capture(self, policies: RegionPolicies) -> Way:
+        """What a CUDA graph does, which draws other random numbers in each replay: none are drawn again."""
+        if not self.draws_unseen and not any(step.draws for step in self.trace.steps):
+            return self
+        if self.captured is None:
+            captured = self.captured = Way(self.trace, self.state, self.names)
+            captured.forced, captured.hands_over = self.forced, self.hands_over
+            # The capture has the host memory that its warm-up needed: what was recomputed there is kept here.
+            captured.instead = KEEP
+            captured.reason = "its random numbers are drawn unseen" if self.draws_unseen else self.reason
+            captured.settle(policies, draws=False)
+            captured.proven = True
+        return self.captured
+
+    def saves(self, tensors: Sequence[torch.Tensor], nodes: Sequence[int], *, sized: bool) -> bool:
+        """Whether a forward that has saved these tensors, behind so many autograd nodes, has gone this way."""
+        same = len(tensors) == len(self.nodes) or self.trace.zone >= 0
+        same = same and nodes[: self.limit] == self.nodes[: self.limit]
+        return same and all(
+            tensor.dtype is expected[3]
+            and (sized or tensor.shape == expected[1])
+            and (expected[2] is None or same_layout(tensor, expected[1], expected[2], sized))
+            for tensor, expected in zip(tensors, self.expected[: self.limit], strict=False)
+        )
 
     def at_size(self, sizes: Sizes) -> SecondRun | None:
         """The second run for inputs of a size that was not learned; ``None`` where that must be learned."""

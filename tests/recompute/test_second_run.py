@@ -1892,7 +1892,7 @@ def test_handing_over_that_gives_other_bits_is_seen_in_backward_where_memory_is_
     with offloaded(layers, lab, ADD, max_host_bytes=4096):
         assert_same(expected, step(layers, x))
         way.now = True
-        for times in (3, 2):  # what gives other bits once is handed nothing from then on
+        for times in (4, 2):  # what gives other bits once is handed nothing from then on
             runs.clear()
             assert_same(expected, step(layers, x))
             assert len(runs) == times * len(layers)
