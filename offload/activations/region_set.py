@@ -31,6 +31,7 @@ from offload.recompute.way import Way, list_regions, names_of
 
 _logger = logging.getLogger(__name__)
 
+LACKS = "the device has no memory to compare that with handing over"
 MOST_FAILURES = 3  # as often may a layer take another way; then it is recomputed as a whole, or never
 
 
@@ -334,9 +335,8 @@ class RegionSet(ActivationSet):
         if may_recompute and way.reason is None:
             short = self._is_short(originals)
             clock, lend = backend if policies.measures else None, self.transfers.lend
-            marks = prove_all(frame, way, learn, originals, clock, lend, short=short)
-            if marks:
-                seconds, forward_s = marks
+            measured = prove_all(frame, way, learn, originals, clock, lend, short=short)
+            seconds, forward_s = measured or (seconds, forward_s)
         if way.again and policies.failures[self._key] < MOST_FAILURES:
             policies.failures[self._key] += 1
             frame.strange = True
@@ -382,11 +382,14 @@ class RegionSet(ActivationSet):
             return False
         self._policies.proofs += 1
         proves = same and (not hands_over or prove_hand_over(frame, originals, self.transfers.lend, short=short))
+        if proves is None and way.can_repeat_all:
+            self._prove_in_backward(frame, way, again=again)
+            return False
         if not same or (self._sized and not proves):
             self._policies.forget(self._key)
             frame.strange = True
         elif not proves:
-            self._run_all(way)
+            self._run_all(way, lacks=proves is None)
             frame.replay = way.replay
         return True
 
@@ -395,31 +398,33 @@ class RegionSet(ActivationSet):
         frame.aside = partial(self._aside, way)
 
     def _aside(self, way: Way, frame: Frame, found: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
-        """Have what a second run has ``found``, and was handed over, on the host beside a run of all operations.
-
-        Only what the layer computes: the layer may read others, and what was offloaded has its memory in any case.
-        """
-        if not self._policies.is_short(way.saved_bytes):
+        """Have what was ``found`` and handed over on the host: what the layer computes, as it may read the rest."""
+        if not (way.lacks or self._policies.is_short(way.saved_bytes)):
             return nullcontext()
         held = (getattr(frame.kept.get(number), "__self__", None) for number in frame.replay.arrivals)
         kept = [one.versions for one in held if isinstance(one, KeptHandle)]
         return on_host([*found, *kept], self.transfers.lend)
 
-    def _told_in_backward(self, way: Way, settled: SecondRun, same: bool, *, again: bool = False) -> None:
+    def _told_in_backward(self, way: Way, settled: SecondRun, same: bool | None, *, again: bool = False) -> None:
         """A second run that was handed something has computed the same as one with all operations, or has not."""
         self._policies.proofs += 1
         if way.replay is not settled:  # another plan is followed by now
             return
+        way.lacks += same is None
+        if same is None and way.lacks < MOST_FAILURES:
+            self._say(f"layer {self.layer} was recomputed with all of its operations: {LACKS}, and tries again")
+            return
         if not same and not self._sized:
-            self._run_all(way)
+            self._run_all(way, lacks=same is None)
         elif not same:
             self._policies.forget(self._key)
-        way.unproven_sizes -= self._sized and same
-        way.proven = way.proven or (same and not (self._sized or again))
+        way.unproven_sizes -= self._sized and same is True
+        way.proven = way.proven or (same is True and not (self._sized or again))
 
-    def _run_all(self, way: Way) -> None:
+    def _run_all(self, way: Way, *, lacks: bool) -> None:
         way.run_all(self._policies)
-        self._say(f"layer {self.layer} is recomputed with all of its operations: handing over gave other bits")
+        why = LACKS if lacks else "handing over gave other bits"
+        self._say(f"layer {self.layer} is recomputed with all of its operations: {why}")
 
     def _settle(self, frame: Frame, way: Way, held: Sequence[DroppedHandle], originals: list[torch.Tensor]) -> None:
         """Drop, keep or offload what was held until now, as the policies say."""

@@ -21,7 +21,7 @@ from offload.base.tensors import geometry_of, look_into, plain_memory, same_bits
 from offload.base.torch_private import address_of, is_compiled, without_modes
 from offload.device.backend import Backend
 from offload.recompute.learn import Learn, ModuleNames, Trace
-from offload.recompute.run_again import AnotherWayError, Frame, HandOver, OtherRunError, SavedCheck
+from offload.recompute.run_again import AnotherWayError, Frame, HandOver, NotReturnedError, OtherRunError, SavedCheck
 from offload.recompute.second_run import SecondRun
 from offload.recompute.way import Way
 
@@ -54,10 +54,6 @@ def memories_of(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStora
     """The storages of the tensors that :func:`on_host` can move, by their addresses."""
     found = (plain_memory(one) for one in tensors if type(one) is torch.Tensor and not one.requires_grad)
     return {address_of(memory): memory for memory in found if memory is not None}
-
-
-class NotReturnedError(RuntimeError):
-    """Tensors that were moved to the host remain there, as the device has no memory for them."""
 
 
 @contextmanager
@@ -129,7 +125,7 @@ def prove_all(
     except NotReturnedError:
         raise
     except torch.OutOfMemoryError as error:
-        lacks, way.reason = not short, str(error)
+        lacks, way.reason, way.again = not short, str(error), short
     except OtherRunError as error:
         way.reason, way.again = f"run again, it {error.what} than before", True
     except Exception as error:  # noqa: BLE001  # whatever the layer raises when it runs again: then it does not
@@ -193,16 +189,23 @@ def _origins(frame: Frame, way: Way, originals: Sequence[torch.Tensor], lend: Le
         forced |= {number for number, saved in enumerate(trace.saved) if saved.storage == storage and saved.movable}
         rest = [number for number in way.droppable() if number not in forced]
         frame.replay = SecondRun(trace, rest)
-        found = _hand_over(frame, originals, lend, short=short) if storage in frame.replay.suppliers else None
+        found = None
+        with suppress(torch.OutOfMemoryError):
+            found = _hand_over(frame, originals, lend, short=short) if storage in frame.replay.suppliers else None
         if found is None:
             break
         differing = found
     return forced | differing
 
 
-def prove_hand_over(frame: Frame, originals: Sequence[torch.Tensor], lend: Lend, *, short: bool) -> bool:
-    """Run the layer again as backward will, and see whether what is dropped comes out the same."""
-    return _hand_over(frame, originals, lend, short=short) == set()
+def prove_hand_over(frame: Frame, originals: Sequence[torch.Tensor], lend: Lend, *, short: bool) -> bool | None:
+    """Run the layer again as backward will, and see whether what is dropped comes out the same.
+
+    ``None`` if the device has no memory for that.
+    """
+    with suppress(torch.OutOfMemoryError):
+        return _hand_over(frame, originals, lend, short=short) == set()
+    return None
 
 
 def _hand_over(frame: Frame, originals: Sequence[torch.Tensor], lend: Lend, *, short: bool) -> set[int] | None:
@@ -215,7 +218,7 @@ def _hand_over(frame: Frame, originals: Sequence[torch.Tensor], lend: Lend, *, s
     memories = [*{address_of(one): one for one in (originals[number].untyped_storage() for number in numbers)}.values()]
     others = [one for number, one in enumerate(originals) if number not in numbers]
     for moves in (True,) if short else (False, True):
-        with suppress(torch.OutOfMemoryError), ExitStack() as stack:
+        with nullcontext() if moves else suppress(torch.OutOfMemoryError), ExitStack() as stack:
             if moves:
                 lent = stack.enter_context(lend([memory.nbytes() for memory in memories]))
                 copies = [copy.copy_(memory) for copy, memory in zip(lent, memories, strict=True)]

@@ -59,6 +59,10 @@ class OtherRunError(RuntimeError):
         self.what = what
 
 
+class NotReturnedError(RuntimeError):
+    """Tensors that were moved to the host remain there, as the device has no memory for them."""
+
+
 class AllThereError(Exception):
     """Every dropped tensor is there: the rest of the layer need not run."""
 
@@ -75,8 +79,9 @@ class Frame:
     holds = False
     """Whether a tensor that was recomputed is held until its node is done, and not only while the node reads it."""
     timed: Callable[[], AbstractContextManager[object]] = nullcontext  # entered around the second run, to take its time
-    unproven: Callable[[bool], None] | None = None
-    """Is told whether what is handed over gives the same bits as all operations, as long as nobody has seen that."""
+    unproven: Callable[[bool | None], None] | None = None
+    """Is told whether what is handed over gives the same bits as all operations, as long as nobody has seen that, and
+    ``None`` where the device has no memory to compare both."""
     aside: Callable[[Frame, Iterable[torch.Tensor]], AbstractContextManager[None]]
     """Has what was found so, and handed over, on the host while all operations run, where memory is short."""
 
@@ -162,9 +167,11 @@ class Frame:
                 if not (self.replay.sized or tell is not None or isinstance(error, AnotherWayError)):
                     raise
                 found.clear()  # the device need not have memory for a third run beside it
-                self.strange = self.replay.wrong = True  # a result of a wrong size fails in the operation that reads it
+                lacks = tell is not None and isinstance(error, torch.OutOfMemoryError | NotReturnedError)
+                self.strange = True  # a result of a wrong size fails in the operation that reads it
+                self.replay.wrong = self.replay.wrong or not lacks
             if tell is not None:
-                tell(False)
+                tell(None if lacks else False)
         if self.replay.communicates:
             raise RuntimeError(
                 f"{self.name} cannot be recomputed: run again in backward, it takes another way than in "

@@ -50,6 +50,7 @@ class Way:
         """Whether the next forward may find no such reason: what runs for the first time may prepare something."""
         self.proven = False
         """Whether the second run, as it is executed now, has given the same bits as a forward without a mode."""
+        self.lacks = 0  # how often the device had no memory to prove that in backward
         self.policies: list[Policy] = []  # of each saved tensor
         self.replay: SecondRun = NOTHING
         self.reads: list[torch.Tensor] = []  # count the changes of what a second run reads and is no input or state

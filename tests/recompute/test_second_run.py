@@ -6,6 +6,7 @@ import gc
 import sys
 import threading
 import time
+import traceback
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -1899,10 +1900,11 @@ def test_handing_over_that_gives_other_bits_is_seen_in_backward_where_memory_is_
 
 
 @pytest.mark.usefixtures("no_room")
-def test_what_a_failed_comparison_has_computed_is_freed_before_the_layer_runs_once_more(
-    lab: Lab, unplanned: set[str]
+@pytest.mark.parametrize("fails", [1, 2, 3])
+def test_a_device_without_memory_to_compare_second_runs_is_asked_again(
+    fails: int, lab: Lab, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The device had no memory for the comparison."""
+    """All operations run until then, and for good after three times."""
     way, runs = Way(), list[bool]()
 
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -1911,20 +1913,43 @@ def test_what_a_failed_comparison_has_computed_is_freed_before_the_layer_runs_on
             raise torch.OutOfMemoryError("no memory is left to compare")
         return (x + 1).sin().cos().sin().cos() * w.mean()
 
-    unplanned.add("handing over gave other bits")
-    peak_bytes = []
-    for fails in (0, 1):
-        layers, x = functions(function, lab)
-        with offloaded(layers, lab, ADD, max_host_bytes=4096):
-            way.now = 0
-            step(layers, x)
-            way.now = fails
-            loss, before = loss_of(through(layers, x)), len(runs)
+    layers, x = functions(function, lab)
+    expected = step(layers, x)
+    with offloaded(layers, lab, ADD, max_host_bytes=4096):
+        assert_same(expected, step(layers, x))
+        peak_bytes, times = list[int](), list[int]()
+        for way.now in (*[1] * fails, 0, 0):
+            before = len(runs)
             with offload.memory_meter(lab.device) as meter:
-                loss.backward()
+                assert_same(expected, step(layers, x))
             peak_bytes.append(meter.peak_bytes)
-            assert len(runs) - before == (2 + fails) * LAYERS
-    assert peak_bytes[1] <= peak_bytes[0]
+            times.append((len(runs) - before) // LAYERS)
+    assert times == [4] * fails + ([3, 2] if fails < 3 else [2, 2])
+    assert runs[-1] is (fails < 3)
+    assert max(peak_bytes) == peak_bytes[-1]  # what failed was freed
+    lines = [line.partition("no memory to compare that with handing over")[1:] for line in caplog.messages]
+    ends = [end for found, end in lines if found]
+    assert ends == [", and tries again"] * LAYERS + [""] * LAYERS * (fails == 3)
+
+
+@pytest.mark.parametrize("where", ["prove_all", "prove_hand_over"])
+def test_a_device_without_memory_for_a_second_run_in_forward_is_asked_again(where: str, lab: Lab) -> None:
+    """In the next forward, or in backward: what was not compared is no reason to recompute nothing, or everything."""
+    way, runs = Way(), list[bool]()
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        runs.append(any(isinstance(mode, HandOver) for mode in _get_current_dispatch_mode_stack()))
+        if way.now and where in {frame.f_code.co_name for frame, _ in traceback.walk_stack(None)}:
+            raise torch.OutOfMemoryError("no memory is left for a second run")
+        return (x + 1).sin().cos() * w.mean()
+
+    layers, x = functions(function, lab)
+    expected = step(layers, x)
+    with offloaded(layers, lab, ADD) as handle:
+        for way.now in (1, 0, 0):
+            assert_same(expected, step(layers, x))
+        assert handle.regions(0)["sin"] == "recompute"
+        assert runs[-1]
 
 
 @pytest.mark.parametrize(("where", "lacks"), [("prove_all", "no_room"), ("_hand_over", "full_device")])
