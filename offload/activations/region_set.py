@@ -399,7 +399,7 @@ class RegionSet(ActivationSet):
 
     def _aside(self, way: Way, frame: Frame, found: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
         """Have what was ``found`` and handed over on the host: what the layer computes, as it may read the rest."""
-        if not (way.lacks or self._policies.is_short(way.saved_bytes)):
+        if not (way.lacks or self._policies.is_short(way.passing_bytes)):
             return nullcontext()
         held = (getattr(frame.kept.get(number), "__self__", None) for number in frame.replay.arrivals)
         kept = [one.versions for one in held if isinstance(one, KeptHandle)]
