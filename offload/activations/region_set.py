@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -399,11 +399,9 @@ class RegionSet(ActivationSet):
 
     def _aside(self, way: Way, frame: Frame, found: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
         """Have what was ``found`` and handed over on the host: what the layer computes, as it may read the rest."""
-        if not (way.lacks or self._policies.is_short(way.passing_bytes)):
-            return nullcontext()
         held = (getattr(frame.kept.get(number), "__self__", None) for number in frame.replay.arrivals)
-        kept = [one.versions for one in held if isinstance(one, KeptHandle)]
-        return on_host([*found, *kept], self.transfers.lend)
+        here = [*found, *(one.versions for one in held if isinstance(one, KeptHandle))]
+        return on_host(here if way.lacks else self._policies.in_the_way(here, way.saved_bytes), self.transfers.lend)
 
     def _told_in_backward(self, way: Way, settled: SecondRun, same: bool | None, *, again: bool = False) -> None:
         """A second run that was handed something has computed the same as one with all operations, or has not."""

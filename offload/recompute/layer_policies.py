@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
+import torch
 from torch import nn
 
 from offload.base.checks import warn_caller
@@ -19,6 +20,7 @@ from offload.recompute.costs import LayerPolicy, RegionProfile
 from offload.recompute.layer_inputs import LayerInputs
 from offload.recompute.learn import Clock
 from offload.recompute.policies import RECOMPUTE, SOURCE, Policy, RegionPolicies, matches
+from offload.recompute.prove import memories_of
 from offload.recompute.second_run import SecondRun
 from offload.recompute.state import Settings
 from offload.recompute.way import Sizes, Way, without_shared
@@ -63,6 +65,16 @@ class LayerPolicies(RegionPolicies):
         self.second_runs: list[tuple[Any, Any, float]] = []
         """The marks at begin and end of each second run since the clock was set, and the host's seconds."""
         self.said: set[str] = set()  # what was written into the log
+
+    def in_the_way(self, tensors: Sequence[torch.Tensor], nbytes: int) -> list[torch.Tensor]:
+        """As few of the tensors as leave room for so many bytes: where the pool is full, to move them takes seconds."""
+        found = set[int]()
+        for address, memory in memories_of(tensors).items():
+            if not self.is_short(nbytes):
+                break
+            found.add(address)
+            nbytes -= memory.nbytes()
+        return [one for one in tensors if found & memories_of([one]).keys()]
 
     @contextmanager
     def timed(self) -> Iterator[None]:

@@ -118,23 +118,6 @@ class Way:
         self._replays[sizes] = None
 
     @property
-    def passing_bytes(self) -> int:
-        """What a forward needs that keeps nothing for backward: half as much again as operations make and still read.
-
-        Names of the layer's own hold more, and kernels need memory beside: without that half, 2 of 9 models that were
-        tried broke a budget while they were proven, by up to 8%.
-        """
-        steps, sizes = self.trace.steps, [one.nbytes for one in self.trace.storages]
-        last = {number: time for time, step in enumerate(steps) for number in (*step.reads, *step.makes)}
-        now = most = 0
-        for time, step in enumerate(steps):
-            now += sum(sizes[number] for number in step.makes)
-            most = max(most, now)
-            done = (number for number in {*step.reads, *step.makes} if last[number] == time)
-            now -= sum(sizes[number] for number in done if self.trace.storages[number].writers)
-        return most + most // 2
-
-    @property
     def saved_bytes(self) -> int:
         """What may be offloaded of all that the learned forward has saved."""
         storages = {one.storage for one in self.trace.saved if one.movable and one.storage is not None}
