@@ -25,7 +25,8 @@ class OffloadCallback(WhileTraining, Callback):
     _loaded: Sequence[dict[str, Any]] = ()  # of the checkpoint from which this training resumes
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._loaded = checkpoint.get("optimizer_states", ())
+        if trainer.state.fn == "fit":  # and not to validate, with weights that a later training need not begin with
+            self._loaded = checkpoint.get("optimizer_states", ())
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         clips_at, [saved, *_] = trainer.gradient_clip_val, [*self._loaded, None]
@@ -41,4 +42,5 @@ class OffloadCallback(WhileTraining, Callback):
         self.remove()
 
     def on_exception(self, *_: Any) -> None:
+        self._loaded = ()
         self.remove()

@@ -118,6 +118,13 @@ def test_resumes_in_float32(tmp_path):
     found = half(path)
     assert found.lightning_module.losses == expected.lightning_module.losses[4:]
     assert all(map(torch.equal, found.lightning_module.parameters(), expected.lightning_module.parameters()))
+    # A checkpoint that was validated, or from which a training has failed to begin, is none to resume from.
+    callback = OffloadCallback(memory_budget="1GiB", min_bytes=1, state_dtype=torch.float32, master_weights=True)
+    data = torch.utils.data.DataLoader(torch.randn(8, 16), batch_size=2)
+    found.callbacks.append(callback)
+    found.validate(Half(), data, ckpt_path=path, verbose=False)
+    again = fit(Half(), tmp_path, [callback])
+    assert again.lightning_module.losses == expected.lightning_module.losses
 
 
 def test_refuses_steps_in_backward_with_clipping(tmp_path):

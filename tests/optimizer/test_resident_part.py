@@ -133,7 +133,7 @@ class GrowingState(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": 1e-2})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if (gradient := parameter.grad) is None:

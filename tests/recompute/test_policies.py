@@ -12,6 +12,7 @@ from models import BLOCKS, WIDTH, Seen, assert_same, build, gradients, leaves_of
 from torch import nn
 
 import offload
+from offload.recompute.layer_policies import LayerPolicies
 from offload.recompute.operations import known_operation
 
 LAYERS = 4
@@ -264,6 +265,17 @@ def test_where_memory_is_short_comparing_second_runs_needs_no_more_than_the_step
                 assert_same(expected, step_gradients(layers, x))
             peaks.append(meter.peak_bytes)
     assert peaks[0] <= peaks[1]
+
+
+@pytest.mark.usefixtures("nothing_recomputed")
+def test_no_more_is_moved_to_the_host_than_leaves_room() -> None:
+    """All memory of what is moved: two tensors may be views of one storage."""
+    policies = LayerPolicies({"*": "recompute"}, nn.Linear(1, 1))
+    policies.is_short = lambda nbytes: nbytes > 250
+    tensors = [torch.empty(25) for _ in range(4)]  # of 100 bytes
+    moved = policies.in_the_way([*tensors, tensors[0].view(5, 5)], 400)
+    assert [one.data_ptr() for one in moved] == [tensors[number].data_ptr() for number in (0, 1, 0)]
+    assert policies.in_the_way(tensors, 250) == []
 
 
 @pytest.mark.parametrize("room", ["no_room", "little_room"])
