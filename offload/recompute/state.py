@@ -53,6 +53,11 @@ def _set_matmul_precision(precision: str | None) -> None:
         torch.set_float32_matmul_precision(precision)
 
 
+def _choose(backend: Any, name: str, value: bool) -> None:
+    """Also where a program has forbidden to set attributes, by ``torch.backends.disable_global_flags()``."""
+    backend.set_flags(**{f"_{name}": value})
+
+
 _cuda: Any = torch.backends.cuda
 _CHOICES = (
     *((torch.backends.cudnn, name) for name in ("enabled", "deterministic", "benchmark")),
@@ -69,7 +74,7 @@ _FLAGS: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
         (_cuda.enable_flash_sdp, _cuda.enable_mem_efficient_sdp, _cuda.enable_math_sdp, _cuda.enable_cudnn_sdp),
         strict=True,
     ),
-    *((partial(getattr, *choice), partial(setattr, *choice)) for choice in _CHOICES),
+    *((partial(getattr, *choice), partial(_choose, *choice)) for choice in _CHOICES),
     (_matmul_precision, _set_matmul_precision),
 ]
 """What tells a setting, and what sets it."""

@@ -697,11 +697,11 @@ def _precision() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_mkldnn() -> Iterator[None]:
-    torch.backends.mkldnn.enabled = False
+    torch.backends.mkldnn.set_flags(_enabled=False)
     try:
         yield
     finally:
-        torch.backends.mkldnn.enabled = True
+        torch.backends.mkldnn.set_flags(_enabled=True)
 
 
 class OtherSine(TorchFunctionMode):
