@@ -26,7 +26,9 @@ _logger = logging.getLogger(__name__)
 
 UNMEASURED = 2  # so many microbatches of a plan are not measured: host memory is pinned, second runs are proven
 
-MEASURED = 4  # so many are; the shortest counts, as a host is busy now and then for longer than two
+MEASURED = 4
+"""So many are. Of plans that are compared, the shortest of them counts, as a host is busy now and then for longer than
+two; of a plan's own seconds, the median."""
 
 MEASUREMENTS = 2
 """So often a plan is measured before it is followed for good: a host that is busy for a moment must not decide."""
@@ -44,7 +46,9 @@ class ComparePlans:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._ratios: defaultdict[Among, list[float]] = defaultdict(list)
-        """By how much longer than predicted the microbatches of each kind of plan were."""
+        """By how much longer than predicted the microbatches of each kind of plan were at least."""
+        self._typical: defaultdict[Among, list[float]] = defaultdict(list)
+        """By how much longer than predicted each of these microbatches was."""
         self._plans: Mapping[Among, Plan] = {}
         self._kind = Among.REGIONS
         self._left = 0  # how many microbatches of this plan are still to come before the first that is measured
@@ -70,12 +74,13 @@ class ComparePlans:
 
     def as_measured(self, plan: Plan | None) -> Plan | None:
         """The plan that is followed, with seconds corrected by what microbatches have taken so far."""
-        ratios = self._ratios[self._kind] or [*chain(*self._ratios.values())]
+        ratios = self._typical[self._kind] or [*chain(*self._typical.values())]
         if plan is None or not ratios:
             return plan
         slower = statistics.median(ratios)
         if self._corrected[0] is not plan or self._corrected[1] != slower:
-            self._corrected = plan, slower, replace(plan, profile=plan.profile.slowed(slower))
+            slowed = replace(plan, profile=plan.profile.slowed(slower), link=plan.link.faster(1 / slower))
+            self._corrected = plan, slower, slowed
         return self._corrected[2]
 
     def begin_microbatch(self, elements: int, *, ready: bool) -> Plan | None:
@@ -113,8 +118,10 @@ class ComparePlans:
         now = self._kind
         predicted_s = _layers_s(self._plans[now])
         seconds = self._backend.seconds((begin, end) for _, begin, end in self._marks)
-        took_s = min(scale * one_s for (scale, *_), one_s in zip(self._marks, seconds, strict=True))
-        self._ratios[now].append(took_s / predicted_s if predicted_s > 0 else 1.0)
+        scaled = [scale * one_s for (scale, *_), one_s in zip(self._marks, seconds, strict=True)]
+        took_s, known = min(scaled), predicted_s > 0
+        self._ratios[now].append(took_s / predicted_s if known else 1.0)
+        self._typical[now] += [one_s / predicted_s for one_s in scaled if known]
         seconds_each = format_s(took_s), format_s(predicted_s)
         _logger.info("a microbatch takes %s, predicted %s, by a plan among %s", *seconds_each, now.name.lower())
         best = self.best(self._plans, self._elements)

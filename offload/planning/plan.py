@@ -101,9 +101,11 @@ class Plan:
         have fewer.
         """
         profile, budget, link, host = self.profile, self.memory_budget, self.link, self.max_host_bytes
-        faster = Link(MORE * link.d2h_bytes_per_s, MORE * link.h2d_bytes_per_s, MORE * link.duplex_bytes_per_s)
         asked: dict[str, tuple[Profile, int, Link, int | None]]
-        asked = {"device": (profile, round(MORE * budget), link, host), "link": (profile, budget, faster, host)}
+        asked = {
+            "device": (profile, round(MORE * budget), link, host),
+            "link": (profile, budget, link.faster(MORE), host),
+        }
         if host is not None:
             asked["host"] = (profile, budget, link, round(MORE * host))
         if self.timeline.late_s:

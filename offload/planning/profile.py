@@ -44,6 +44,13 @@ class Link:
                 f"{self.duplex_bytes_per_s:g} for a link of {slower:g} alone; if unknown, write {2 * slower:g}."
             )
 
+    def faster(self, factor: float) -> Self:
+        """A link that moves so many times as much in a second."""
+        d2h, h2d, both = self.d2h_bytes_per_s, self.h2d_bytes_per_s, self.duplex_bytes_per_s
+        return replace(
+            self, d2h_bytes_per_s=factor * d2h, h2d_bytes_per_s=factor * h2d, duplex_bytes_per_s=factor * both
+        )
+
     def rates(self, *, d2h: bool, h2d: bool) -> tuple[float, float]:
         """Bytes per second of the d2h and the h2d stream, of which the given ones are busy."""
         # Both share the duplex bandwidth in the proportion of what each reaches alone; neither is faster than alone.

@@ -166,16 +166,23 @@ def test_plans_among_fewer_policies() -> None:
     assert {policy and policy.kept for policy in found[Among.LAYERS].policies} <= {None, frozenset({0})}
 
 
-def test_the_seconds_of_a_plan_are_corrected_by_what_microbatches_took() -> None:
+@pytest.mark.parametrize("link", [LINK, Link(6e7, 6e7, 6e7)], ids=["compute", "copies"])
+def test_the_seconds_of_a_plan_are_corrected_by_what_microbatches_took(link: Link) -> None:
+    """By the median of them, whatever the step waits for."""
     regions = tuple(RegionProfile(name, MIB, 0.01, (), recomputable=name != "input") for name in ("input", "mm"))
     layers = (LayerProfile.from_regions(regions, 0.01, 0.02),) * 4
-    made = make_plan(Profile(layers, loss_s=0.01, other_s=0.05), 5 * MIB, LINK)
+    made = make_plan(Profile(layers, loss_s=0.01, other_s=0.05), 5 * MIB, link, among=Among.LAYERS)
+    assert (made.timeline.stall_s > 0) is (link is not LINK)
+    layers_s = made.step_s - 0.05
     device = Device()
     compare = ComparePlans(device)
-    first = compare.best({Among.REGIONS: made}, 100)
+    first = compare.best({Among.LAYERS: made}, 100)
     assert compare.as_measured(first) is first is made
-    run(compare, device, {id(made): 1.5 * (made.step_s - 0.05)}, first)
+    for number in range(40):
+        assert compare.begin_microbatch(100, ready=True) is None
+        device.now_s += layers_s * (1.2, 1.7, 1.4, 1.6)[number % 4]
+        compare.end_backward(ran_all=True)
     corrected = compare.as_measured(first)
-    assert corrected.step_s == pytest.approx(1.5 * (made.step_s - 0.05) + 0.05)
+    assert corrected.step_s == pytest.approx(1.5 * layers_s + 0.05)
     assert (corrected.policies, corrected.peak_bytes) == (made.policies, made.peak_bytes)
     assert compare.as_measured(first) is corrected
