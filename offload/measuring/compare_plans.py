@@ -33,7 +33,7 @@ two; of a plan's own seconds, the median."""
 MEASUREMENTS = 2
 """So often a plan is measured before it is followed for good: a host that is busy for a moment must not decide."""
 
-HOPE = 0.9  # of the seconds that it took, those that a plan may take when it is measured once more
+HOPE = 0.8  # of the seconds that it took, those that a plan may take when it is measured once more
 
 OPTIMISM = 0.75
 """Of its prediction, the seconds that a plan may take that was not measured, if the host has so much to do; or this
