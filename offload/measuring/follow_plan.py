@@ -33,6 +33,7 @@ from offload.measuring.measure_link import measure_link
 from offload.measuring.memory_left import TOLERANCE, DeviceLeft, GivenMemory, MemoryLeft, allocated_bytes, new_gradients
 from offload.measuring.profile_layers import (
     counted_once,
+    end_second_runs,
     hold_some,
     learned_profile,
     learning_policies,
@@ -52,8 +53,7 @@ from offload.schedule.schedule import Schedule
 _logger = logging.getLogger(__name__)
 
 RESERVE = 0.02
-"""Part of the budget that a plan leaves free that does not recompute as the measured steps do: those do not show all
-that is used."""
+"""Part of the budget that a plan leaves free unless it recomputes as the measured steps do, which do not show all."""
 
 SLACK = 0.005
 """By what part of the budget a plan of checkpoints may be predicted above it: they run as the measured steps do, and
@@ -67,7 +67,6 @@ class FollowPlan(HookedLayers):
 
     A plan for a budget leaves room for what no profile knows, and is made again with less if a microbatch breaks the
     budget. On the CPU, where measuring a peak takes time, that ends with the first microbatch that keeps to the budget.
-
     ``memory_budget`` may also be what tells how much is left of a budget for more than activations.
     """
 
@@ -211,7 +210,7 @@ class FollowPlan(HookedLayers):
         proofs, self._proofs = self._proofs, sum(one.proofs for one in self._policies)
         ran_twice = self._learn_costs() or proofs < self._proofs
         proved, self._proves = ran_twice or self._proves, False
-        if self._stage == "timing":
+        if self._stage == "timing" and not goes_on:
             self._end_timing(self._backend.mark())
         learned = self._stage == "learning" and all(one.proven for one in self._policies)
         last, self._inputs = self._inputs, given_to(inputs)
@@ -361,19 +360,20 @@ class FollowPlan(HookedLayers):
         """
         ran = self._times.ran
         kinds = [tuple((region.name, region.nbytes) for region in one.costs) for one in self._policies]
-        if not {kinds[number] for number in ran} >= {*kinds}:
+        ended = self._times.together > 0  # else it was cut off, for want of memory perhaps
+        if ended and not {kinds[number] for number in ran} >= {*kinds}:
             return
         self._stage, self._planned = "following", {}
-        if self._learned != self._learned_then:
+        if not ended or self._learned != self._learned_then:
             self._times.start(self._peak, paused=True)  # its times are no use
+            end_second_runs(self._policies)
             return
         regions = self._costs.regions_at(self._timed_inputs)
         profile, expected = learned_profile(self._policies, regions, self._times, one_backward=True)
         self.measured_bytes = self._peak_bytes
         profile = with_skipped(replace(profile, other_s=self._times.between_s(now)), ran, kinds, self._new_gradients)
         self._times.start(self._peak, paused=True)  # what was counted before this microbatch is freed in it
-        for one in self._policies:
-            one.clock, one.holds = None, False
+        end_second_runs(self._policies)
         self._ask_what_is_left()
         self._timed_all, self._timed_gradients = len(ran) == len(kinds), self._gradient_bytes
         self._planned_gradients = max(self._timed_gradients, self._planned_gradients)

@@ -121,7 +121,7 @@ class LayerTimes(Attachment):
         self._awaits_end = False  # whether no layer of the microbatch has a hook yet that calls it
         self._end: Callable[[], object] = lambda: None  # what its graph holds of that, until backward or without one
         self._begun = 0  # how many microbatches have begun since the end of a backward
-        self._together = 0  # the most of them since :meth:`start`
+        self.together = 0  # the most of them since :meth:`start`; none, if no backward has ended
         self.rounds: list[tuple[int, dict[Phase, Pass]]] = []  # of all layers since then, each behind a layer's number
         self.alone = False  # whether no other microbatch has run beside the one that ended last
         super().__init__(layers, self.layers)
@@ -134,7 +134,7 @@ class LayerTimes(Attachment):
 
     def start(self, memory: MemoryPeak | None = None, *, paused: bool = False) -> None:
         """Forget what was timed so far, and the peaks if ``memory`` is asked for new ones; time nothing if paused."""
-        self.paused, self._together, self.queueing = paused, 0, _Queueing(self.backend)
+        self.paused, self.together, self.queueing = paused, 0, _Queueing(self.backend)
         self.hooks.close()
         for layer in self.layers:
             layer.rounds.clear()
@@ -151,8 +151,8 @@ class LayerTimes(Attachment):
     def begin_microbatch(self) -> bool:
         """A microbatch begins, of which the end is to be told. Returns whether one before still awaits its backward."""
         self._awaits_end, self.forwards = True, 0
-        self._begun += 1
-        return self._begun > 1 and self._end() is not None
+        self._begun = 1 if self._end() is None else self._begun + 1  # a graph that is gone had no backward
+        return self._begun > 1
 
     def await_end(self, call: LayerCall, output: object) -> None:
         """A layer has returned this: the microbatch ends with the backward that comes to it, unless none does."""
@@ -162,13 +162,13 @@ class LayerTimes(Attachment):
             self._end = weakref.ref(ends)
 
     def _end_microbatch(self) -> None:
-        self.alone, self._together, self._begun = self._begun == 1, max(self._together, self._begun), 0
+        self.alone, self.together, self._begun = self._begun == 1, max(self.together, self._begun), 0
         self.ended()
 
     @property
     def calls(self) -> list[int]:
         """The layers in the order of their forwards, if the first ones began again before a backward."""
-        again = self.rounds if self._together > 1 else ()
+        again = self.rounds if self.together > 1 else ()
         return [number for number, one in again if one["backward"].end is not None]
 
     @property

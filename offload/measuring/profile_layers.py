@@ -145,6 +145,12 @@ def time_second_runs(policies: Iterable[LayerPolicies], backend: Backend) -> Non
         one.clock, one.second_runs = backend.mark, []
 
 
+def end_second_runs(policies: Iterable[LayerPolicies]) -> None:
+    """Time and hold them no more."""
+    for one in policies:
+        one.clock, one.holds = None, False
+
+
 def learning_policies(layers: Iterable[nn.Module]) -> list[LayerPolicies]:
     """Policies under which layers recompute everything, and learn what their regions cost."""
     return [LayerPolicies({"*": Policy.RECOMPUTE}, layer, measures=True) for layer in layers]

@@ -567,6 +567,30 @@ def test_everything_is_recomputed_while_much_larger_inputs_are_timed(lab: Lab) -
 
 
 @pytest.mark.usefixtures("slow_link")
+@pytest.mark.filterwarnings("ignore:.* freed no device memory")
+@pytest.mark.parametrize("hook", ["register_forward_pre_hook", "register_full_backward_pre_hook"])
+def test_what_is_timed_is_not_taken_from_a_microbatch_that_was_cut_off(hook: str, lab: Lab) -> None:
+    """It ran out of memory, perhaps: what comes instead is shorter, and tells nothing of that length."""
+    layers, _ = build(Masked, LAYERS, lab.device)
+    expected = masked_step(layers, 120)
+
+    def cut_off(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    with budgeted(layers, lab, "1GiB") as handle:
+        for length in (20, 24, 20, 24):
+            masked_step(layers, length)
+        with pytest.raises(torch.OutOfMemoryError), getattr(layers[1], hook)(cut_off):
+            masked_step(layers, 120)
+        found = []
+        for length in (24, 24, 120, 120):
+            result = masked_step(layers, length)
+            found.append((length, handle.state))
+        assert found == [(24, "following"), (24, "following"), (120, "measuring"), (120, "following")]
+        assert_same(expected, result)
+
+
+@pytest.mark.usefixtures("slow_link")
 @pytest.mark.parametrize("shapes", [((16, 16), (256, 1)), ((16, 16), (32, 8), (17, 15), (64, 4), (128, 2))])
 def test_longer_inputs_of_as_many_elements_keep_to_the_budget(shapes: tuple[tuple[int, int], ...], lab: Lab) -> None:
     """Lengths and batch sizes: attention needs more for longer inputs, which the number of elements does not tell."""
