@@ -229,13 +229,18 @@ def tile_mlp(layers: Iterable[nn.Module], tokens: int = 32768, *, mlp: str = "ml
             raise ValueError(
                 f"layer {number} must have a module {mlp!r}, got {describe(module)}; give its name as mlp=…"
             )
-        if getattr(module.forward, "func", None) is _in_tiles:
+        if is_tiled(module):
             raise ValueError(f"{mlp!r} of layer {number} is tiled already; call remove() on the first handle")
     undo = []
     for number, one in enumerate(mlps):
         label = f"{mlp!r} of layer {number} ({type(one).__name__})"
         undo.append(replace_attribute(one, "forward", partial(_in_tiles, label, one, one.forward, tokens)))
     return Undoable(undo)
+
+
+def is_tiled(mlp: Any) -> bool:
+    """Whether :func:`tile_mlp` runs this MLP."""
+    return getattr(getattr(mlp, "forward", None), "func", None) is _in_tiles
 
 
 @interpreted

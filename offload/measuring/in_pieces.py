@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from offload.base.checks import warn_caller
 from offload.base.layer_events import is_sharded, with_attribute
-from offload.long_context import Undoable, chunk_loss, tile_mlp
+from offload.long_context import Undoable, chunk_loss, is_tiled, tile_mlp
 
 PIECES = 8  # of the tokens of a microbatch
 MOST_TOKENS = {"the loss in chunks, without logits": 2048, "MLPs in tiles": 32768}
@@ -128,14 +128,14 @@ def _loss_can_be_chunked(base: Any) -> bool:
 
 
 def _saved_by_a_token(mlp: Any) -> int:
-    """Bytes that autograd saves of each token in an MLP that can be tiled; 0 of others.
+    """Bytes that autograd saves of each token in an MLP that can be tiled; 0 of others, and of one in tiles already.
 
     Such an MLP is made of linear layers, and computes each token by itself, without random numbers.
     """
     modes = {one: one.training for one in mlp.modules()} if isinstance(mlp, nn.Module) else {}
     linear = [one for one in modes if isinstance(one, nn.Linear)]
     own = {parameter for one in linear for parameter in one.parameters()}
-    if not linear or own != {*mlp.parameters()} or any(True for _ in mlp.buffers()):
+    if is_tiled(mlp) or not linear or own != {*mlp.parameters()} or any(True for _ in mlp.buffers()):
         return 0
     if any(isinstance(one, nn.ModuleList) for one in modes):  # experts, perhaps
         return 0

@@ -118,6 +118,18 @@ def test_what_no_recipe_helps_is_said_once(loss_of: Any, allowed: bool) -> None:
     prepared.remove()
 
 
+@pytest.mark.filterwarnings("ignore:memory_budget")
+def test_mlps_that_the_program_has_tiled_remain_as_they_are() -> None:
+    """Also where nothing fits without tiles."""
+    model = llama(64, 512)
+    with offload.tile_mlp(model.model.layers, 128):
+        losses, _, prepared = train(model, 2 << 20)
+        assert not any(one.startswith(MLP) for one in prepared.plan.in_pieces)
+        prepared.remove()
+    expected = train(llama(64, 512), None)[0]
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_larger_microbatch_and_one_without_labels() -> None:
     """Tokens of which the loss is not computed have no logits in float32; evaluation has its logits in any case."""
     model = llama()
