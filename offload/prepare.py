@@ -20,6 +20,7 @@ from offload.host.pool import get_host_pool
 from offload.measuring.in_pieces import Pieces
 from offload.measuring.memory_left import all_bytes, training_bytes, usable_bytes
 from offload.optimizer.proof import with_groups
+from offload.optimizer.state import pooled_bytes
 from offload.optimizer.stream import CHUNK_BYTES, check_float32, check_overlap
 from offload.planning.recipes import without_activations
 from offload.planning.training_bytes import RECIPES
@@ -110,8 +111,6 @@ def prepare(
     target = resolve_device(device)
     budget = all_bytes(target, model, optimizers) if memory_budget == "auto" else parse_budget(memory_budget)
     most = None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes")
-    room = get_host_pool(get_backend(target)).room_bytes()
-    host = min((one for one in (most, room) if one is not None), default=None)
     if overlap_forward:
         check_overlap(one for each in optimizers for _, one in with_groups(each))
     parse_bytes(min_bytes, "min_bytes")
@@ -129,8 +128,10 @@ def prepare(
     training = training_bytes(model, modules, optimizers, chunk_bytes, target, **in_float32)
     places: set[str] = {"resident", "streamed"}
     why = ""
+    own = sum(map(pooled_bytes, optimizers))  # which an earlier call has left on the host
     if compute_device(modules) is not None:
         places = {"streamed"}  # by the program
+        own += sum(training.layer_weights)
     elif dist.is_initialized() and dist.get_world_size() > 1:
         places = {"resident"}  # where each rank may choose for itself what is shortest
     else:
@@ -146,6 +147,8 @@ def prepare(
         and (recipe.gradients != "consumed" or (step_in_backward and (recipe.weights == "resident" or alone)))
         and (state_dtype is None or recipe.optimizer != "cpu")
     ]
+    room = get_host_pool(get_backend(target)).room_bytes()
+    host = min((one for one in (most, None if room is None else room + own) if one is not None), default=None)
     plan = replace(without_activations(training, usable_bytes(budget, target), host, recipes), memory_budget=budget)
     if not plan.fits:
         needs = "; ".join(f"{one.recipe}: {one.reason}" for one in plan.recipes)

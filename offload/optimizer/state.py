@@ -379,6 +379,15 @@ class StateStore:
 _pooled = weakref.WeakSet[torch.UntypedStorage]()  # the memory of homes that are in a pool
 
 
+def pooled_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """What an optimizer's state has of a pool, also where nobody streams it any more."""
+    values = (
+        value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, torch.Tensor)
+    )
+    storages = {part.untyped_storage() for part in map(local, values)}
+    return sum(storage.nbytes() for storage in storages if storage in _pooled)
+
+
 def _give_back(pool: HostPool, buffer: HostBuffer, backend: Backend) -> None:
     """Nobody holds the home any more; copies may still run."""
     pool.give(buffer, *(stream.record_event() for stream in backend.copy_streams))

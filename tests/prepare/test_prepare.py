@@ -512,6 +512,27 @@ def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any("forward" in vars(layer) for layer in model.layers)
 
 
+@pytest.mark.parametrize("streams", [False, True], ids=["weights resident", "weights streamed by the program"])
+def test_state_that_is_on_the_host_needs_no_more_there(streams: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second handle adopts it, on a system that has nothing left."""
+    monkeypatch.setattr("offload.host.pool._pools", {})
+    monkeypatch.setattr(PREPARE, "RECIPES", (ALL_STREAMED if streams else STREAMED,))
+    model = Model()
+    optimizer = adamw(model)
+    if streams:
+        offload.stream_weights(model.layers, "cpu")
+    tokens = torch.ones(1, 4, dtype=torch.long)
+    for again in (False, True):
+        if again:
+            monkeypatch.setattr("offload.host.pool.available_bytes", lambda: 0)
+        with offload.prepare(model, optimizer, 3 * weight_bytes(), device="cpu", min_bytes=0) as prepared:
+            for _ in range(2):
+                model(tokens).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert prepared.plan.recipes[0].state_bytes[1]
+
+
 class Packed(torch.Tensor):
     """As libraries hold quantized weights."""
 
