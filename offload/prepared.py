@@ -211,9 +211,12 @@ class PreparedTraining(Handle, MemoryLeft):
         """No microbatch follows by a plan of the activations; another plan may."""
 
     def more_after_step(self) -> bool:
-        """Ask for another recipe, unless this one is chosen for just these activations."""
+        """Ask for another recipe, unless this one is chosen for just these activations, or no other needs less."""
         self._decides_again = self._prediction is not None and not self._deciding
-        return not self._deciding
+        if not self._decides_again or self._pieces.left:
+            return not self._deciding
+        plan = self.plan  # for these activations
+        return plan.fits or plan.least.recipe != self.recipe
 
     def instead(self, nbytes: int) -> str:
         """What would fit in place of a budget with which a step may add so many bytes."""

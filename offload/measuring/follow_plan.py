@@ -13,6 +13,7 @@ import logging
 import math
 import operator
 from collections.abc import Hashable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -227,8 +228,8 @@ class FollowPlan(HookedLayers):
                 followed, self._planned_gradients = self.plan, max(gradient_bytes, self._planned_gradients)
                 if followed is not None and followed is self.largest_plan and not ran_twice:
                     self._need_more(followed)
+                self._plan_for(self._costs.largest_with(self._inputs))
                 self._costs.cover(self._inputs)
-                self._plan_for(self._costs.largest)
                 if followed is not None:  # lengths may grow from step to step
                     self._left.broken.tell()
             elif self._watches and not proved and (largest := self.largest_plan) is not None:
@@ -396,8 +397,11 @@ class FollowPlan(HookedLayers):
             self._plan_for(self._planned)
 
     def _plan_for(self, size: Size) -> None:
-        self._planned, self._said, self._counted_gradients = size, False, self._planned_gradients
-        self._make_plan()
+        with ExitStack() as undo:  # a warning may be an error for the program, which does not run these inputs then
+            undo.callback(vars(self).update, {**vars(self)})
+            self._planned, self._said, self._counted_gradients = size, False, self._planned_gradients
+            self._make_plan()
+            undo.pop_all()
 
     def _make_plan(self, over_bytes: int | None = None) -> None:
         """Follow a plan for inputs of the planned size, in place of one that needed so much ``over_bytes``.
@@ -434,11 +438,7 @@ class FollowPlan(HookedLayers):
             elif not self._left.more_after_step() and over_bytes is None:
                 least = max(math.ceil(least_bytes), self.measured_bytes)
                 inside = replace(frugal, profile=replace(self.profile, loss_bytes=0))
-                outside = format_bytes(max(0, least - inside.peak_bytes))  # at the peak, which may be the loss's
-                within = "" if host_bytes is None else f" with {format_bytes(host_bytes)} of host memory"
-                line = "cannot be met, so everything is recomputed and inputs are offloaded: a step needs"
-                needed = f"{self._as_asked(least)}{within}, of which {outside} outside of the layers."
-                self._left.broken.warn(budget, f"{line} {needed}{self._left.instead(least)}")
+                self._left.say_too_little(least, max(0, least - inside.peak_bytes), self._budget, host_bytes)
                 self._said = True
         made = self._compare.best(plans, self._planned[()])
         _logger.info(

@@ -121,6 +121,14 @@ class MemoryLeft(Protocol):
         """Ask for more, as no plan fits: whether more may be left once the step has ended."""
         return False
 
+    def say_too_little(self, needed_bytes: int, outside_bytes: int, given_bytes: int, host_bytes: int | None) -> None:
+        """Say that no plan fits: a step needs more than is given, at its peak so many bytes outside of the layers."""
+        budget, needed = (format_bytes(self.asked_bytes(nbytes)) for nbytes in (given_bytes, needed_bytes))
+        within = "" if host_bytes is None else f" with {format_bytes(host_bytes)} of host memory"
+        why = "cannot be met, so everything is recomputed and inputs are offloaded: a step needs"
+        outside = f"of which {format_bytes(outside_bytes)} outside of the layers."
+        self.broken.warn(budget, f"{why} {needed}{within}, {outside}{self.instead(needed_bytes)}")
+
 
 class GivenMemory(MemoryLeft):
     """A budget in bytes, to which counts what earlier microbatches of the same step have left.

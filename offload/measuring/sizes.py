@@ -142,7 +142,11 @@ class CostsBySize:
     @property
     def largest(self) -> Size:
         """Of everything that bytes grow with, the most that inputs have had."""
-        sizes = [self.size_of(one) for one in self._covered]
+        return self.largest_with()
+
+    def largest_with(self, *more: Inputs) -> Size:
+        """The same, as if ``more`` inputs were covered."""
+        sizes = [self.size_of(one) for one in (*self._covered, *more)]
         return {powers: max(size.get(powers, 0.0) for size in sizes) for size in sizes for powers in size}
 
     def at(self, size: Size) -> tuple[Profile, int]:

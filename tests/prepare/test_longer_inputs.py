@@ -126,3 +126,35 @@ def test_the_first_steps_fit_where_activations_need_most_of_the_budget() -> None
             assert meter.peak_bytes + prepared._training.held_bytes(prepared.recipe, prepared.resident_bytes) <= budget
             optimizer.step()
             optimizer.zero_grad()
+
+
+def test_inputs_that_no_recipe_fits_are_said_before_they_run() -> None:
+    """Where that is an error, the program goes on with others as if these had not come."""
+    lengths = (64, 100, 100, 100, 100, 145, 140, 100, 115, 115)
+    refused = (145, 140)
+    expected, _, _ = train(None, [one for one in lengths if one not in refused])
+    model = Model()
+    optimizer = adamw(model)
+    ran: list[int] = []
+    model.layers[0].register_forward_hook(lambda _, inputs, __: ran.append(inputs[0].shape[1]))
+    generator, said = torch.Generator().manual_seed(2), []
+    with offload.prepare(model, optimizer, 30 << 20, device="cpu", min_bytes=0) as prepared:
+        for length in lengths:
+            tokens = torch.randint(64, (1, length), generator=None if length in refused else generator)
+            before = prepared.activations
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                try:
+                    model(tokens).backward()
+                except UserWarning as error:
+                    said.append(f"{length}: {error}")
+                    assert prepared.activations is before
+                    continue
+            optimizer.step()
+            optimizer.zero_grad()
+        assert prepared.activations is not None
+        assert prepared.activations.peak_bytes <= prepared.activations.memory_budget
+    assert [one.partition(" = ")[0] for one in said] == [f"{one}: memory_budget" for one in refused]
+    assert all("cannot be met" in one for one in said)
+    assert not {*refused} & {*ran}
+    assert_same(expected, [parameter.detach() for parameter in model.parameters()])
