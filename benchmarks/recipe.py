@@ -10,7 +10,8 @@ is written after each row; ``--merge`` keeps the rows that it has.
 
 ``--by-hand`` adds, for each budget, each recipe that fits, put together by ``stream_weights``, ``stream_optimizer`` and
 ``offload_layers``. ``--largest`` looks for the model with the most layers that the one line trains, beside the limit by
-arithmetic: the memory of device and host, in parameters. ``--longest`` looks for the longest sequence by budget.
+arithmetic: the memory of device and host, in parameters. ``--longest`` looks for the longest sequence by budget, as
+:mod:`benchmarks.longest_training` says.
 """
 
 import argparse
@@ -23,14 +24,16 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 import offload
-from benchmarks.instruments import GIB, Row, device_peak, limit_memory, pinned_by_torch, timed
-from benchmarks.longest_context import Lengths, in_blocks, search
+from benchmarks.instruments import GIB, Row, device_peak, give_memory_back, limit_memory, pinned_by_torch, timed
+from benchmarks.longest_training import LongTraining, Search
 from benchmarks.models import SHAPE, SMALL, Training
 from benchmarks.report import Record, asked, table
 from offload.device.select import resolve_device
@@ -51,7 +54,8 @@ BYTES_OF_A_PARAMETER = 10  # weights in bfloat16, and two float32 moments; gradi
 FREE_SHARE = 0.06
 """Of a budget, for what a step needs beside weights and optimizer state, where the search for a model begins."""
 LEAST_SHARE = 0.8  # of the layers that arithmetic allows, where that search ends
-GRAIN = 4096  # lengths that are tried are multiples of so many tokens
+ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+ENDED = "the search has ended"  # what a process prints behind the last row of a budget
 
 
 class Deep(Training):
@@ -146,8 +150,7 @@ def measure(arguments: argparse.Namespace) -> Row:
         model.optimizer.zero_grad()
 
     made_s = time.perf_counter()
-    attention = in_blocks() if arguments.in_blocks else contextlib.nullcontext()
-    with warnings.catch_warnings(), attention, trained(model, arguments, budget, device) as handle:
+    with warnings.catch_warnings(), trained(model, arguments, budget, device) as handle:
         row["prepared_s"] = time.perf_counter() - made_s
         prepared = isinstance(handle, offload.PreparedTraining)
         if prepared:
@@ -194,7 +197,7 @@ def run(arguments: argparse.Namespace, budget_gib: float, tokens: int, *more: st
     command += ["--until-settled", str(arguments.until_settled), "--seconds", str(arguments.seconds)]
     command += ["--host", str(arguments.host), *(["--small"] if arguments.small else []), *more]
     row: Row = {"tokens": tokens, "budget_bytes": budget_of(budget_gib, small=arguments.small)}
-    most_s, env = 2 * arguments.seconds, os.environ | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    most_s, env = 2 * arguments.seconds, os.environ | ALLOCATOR
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=most_s, env=env)
         lines, said = done.stdout.splitlines(), done.stderr
@@ -241,21 +244,45 @@ def find_largest(arguments: argparse.Namespace, budget_gib: float, tokens: int) 
     return row | {"of_limit": row.get("parameters", 0) / limit}
 
 
-def find_longest(arguments: argparse.Namespace, budget_gib: float) -> Row:
-    """The longest sequence, each try a process with attention in blocks, which has the memory of whole attention.
+def find_longest(arguments: argparse.Namespace) -> Iterator[Row]:
+    """The longest sequence of each budget, once after each step with it; by one process, or another after an error."""
+    budgets, found = [*arguments.budgets], set[int]()
+    while budgets:
+        command = [sys.executable, "-m", "benchmarks.recipe", "--longest", "--here", "--budgets", *map(str, budgets)]
+        command += ["--host", str(arguments.host), "--seconds", str(arguments.seconds)]
+        command += ["--small"] if arguments.small else []
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | ALLOCATOR) as process:
+            for line in process.stdout or ():
+                if line.startswith("{"):
+                    row = json.loads(line)
+                    print(row.pop("table", ""), row, sep="\n", flush=True)
+                    found.add(row["budget_bytes"])
+                    yield row
+                elif line.startswith(ENDED):
+                    budgets.pop(0)
+        if process.returncode and (budget := budget_of(budgets.pop(0), small=arguments.small)) not in found:
+            yield {"budget_bytes": budget, "error": "see the log"}
 
-    A try that was cut because it took too long ends the search, too, and is listed.
-    """
-    grain, budget = 16 if arguments.small else GRAIN, budget_of(budget_gib, small=arguments.small)
-    cut: list[int] = []
 
-    def attempt(tokens: int) -> Row | None:
-        row = run(arguments, budget_gib, tokens, "--in-blocks")
-        cut.extend([tokens] * row.get("error", "").startswith("cut after"))
-        return None if "error" in row else row
-
-    found = search(attempt, Lengths(budget, 4 * grain, grain, 128 * grain), 4 * arguments.seconds)
-    return found | {"budget_bytes": budget, "cut": cut}
+def longest_here(arguments: argparse.Namespace, device: torch.device) -> None:
+    """Print the rows of all budgets, in this process."""
+    small, host = arguments.small, budget_of(arguments.host, small=arguments.small)
+    limit_memory(device, budget_of(arguments.budgets[0], small=small))  # of the first, where the model has room, too
+    training = LongTraining(device, small=small)
+    options: dict[str, Any] = {"layers": "model.layers", "step_in_backward": True, "state_dtype": torch.float32}
+    options |= {"min_bytes": 1 if small else 1 << 21}
+    with training.long() as weights:
+        for one in arguments.budgets:
+            begin, budget = time.perf_counter(), budget_of(one, small=small)
+            give_memory_back(device, pinned=False)
+            limit_memory(device, budget)
+            prepare = partial(offload.prepare, training.llama.module, training.optimizer, budget, host, **options)
+            search = Search(training, prepare, arguments.seconds)
+            for found in search.rows():
+                row: Row = {"budget_bytes": budget, "host_limit_bytes": host} | found | described(search.prepared)
+                row["pinned_bytes"] += weights.stats().weight_bytes
+                print(json.dumps(row | {"seconds": time.perf_counter() - begin}), flush=True)
+            print(ENDED, flush=True)
 
 
 COLUMNS = {
@@ -283,25 +310,28 @@ def main() -> None:
     parser.add_argument("--one", type=float, help="run this budget in this process, and print its row")
     parser.add_argument("--recipe", type=int, help="of that process: put this recipe together by hand")
     parser.add_argument("--layers", type=int, help="of that process, or where --largest begins")
-    parser.add_argument("--in-blocks", action="store_true", help="of that process: attention in blocks of tokens")
     parser.add_argument("--until-settled", type=int, default=UNTIL_SETTLED, help="steps before those that are timed")
     parser.add_argument("--seconds", type=float, default=150.0, help="of each row")
     parser.add_argument("--by-hand", action="store_true", help="each recipe that fits, too")
     parser.add_argument("--largest", action="store_true", help="the largest model, and no other rows")
     parser.add_argument("--longest", action="store_true", help="the longest sequences, and no other rows")
+    parser.add_argument("--here", action="store_true", help="of --longest: in this process, and print the rows")
     arguments, device = asked(parser, "results/recipe.json")
-    if arguments.one is not None:
+    if arguments.one is not None or arguments.here:
         logging.basicConfig(format="%(relativeCreated)d ms %(message)s")
         logging.getLogger("offload").setLevel(logging.INFO)
+    if arguments.one is not None:
         print(json.dumps(measure(arguments)))
         return
+    if arguments.here:
+        longest_here(arguments, device)
+        return
     record = Record(arguments, device)
-    for budget in arguments.budgets:
-        if arguments.largest:
-            row = find_largest(arguments, budget, arguments.tokens[0])
-            record.add(row, part="largest", instead_of=["budget_bytes", "tokens"])
-        if arguments.longest:
-            record.add(find_longest(arguments, budget), part="longest", instead_of=["budget_bytes"])
+    for row in find_longest(arguments) if arguments.longest else ():
+        record.add(row, part="longest", instead_of=["budget_bytes"])
+    for budget in arguments.budgets if arguments.largest else ():
+        row = find_largest(arguments, budget, arguments.tokens[0])
+        record.add(row, part="largest", instead_of=["budget_bytes", "tokens"])
     for tokens in () if arguments.largest or arguments.longest else arguments.tokens:
         for budget in (0, *arguments.budgets):
             record.add(run(arguments, budget, tokens), instead_of=["budget_bytes", "tokens"])

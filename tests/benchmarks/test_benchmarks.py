@@ -34,7 +34,7 @@ RUNS: dict[str, tuple[str, str, str]] = {
     "recipes": ("recipe", BUDGET, "rows"),
     "recipes by hand": ("recipe", f"{BUDGET} {FEW_STEPS} --by-hand", "by_hand"),
     "largest": ("recipe", f"{BUDGET} {FEW_STEPS} --largest --host 4", "largest"),
-    "longest": ("recipe", f"--budgets 3 {FEW_STEPS} --longest --host 8 --seconds 30", "longest"),
+    "longest": ("recipe", "--budgets 2 --longest --host 4 --seconds 30", "longest"),
 }
 """A program, its options, and the part of its record that has a row for each way."""
 NIGHTLY = ("faults", "compiled", "varying lengths", "recipes", "recipes by hand", "largest", "longest")

@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 import drawing
+import long_context_results
 import recipe_results
 from blocks import read as results_of
 
@@ -69,6 +70,29 @@ def test_a_change_of_a_drawing_is_seen(tmp_path, svg, before, after):
     changed.write_text(text, "utf-8")
     assert drawing.is_up_to_date(svg, svg)
     assert not drawing.is_up_to_date(svg, changed)
+
+
+def test_the_longest_sequences_with_adamw_are_beside_those_without(monkeypatch):
+    found = {"budget_bytes": 48 << 30, "longest_tokens": 98304, "shortest_failed_tokens": 102400, "whole": False}
+    found |= {"step_s": 40.0, "tokens_per_s": 2457.6, "commit": "0123456789", "date": "2026-11-27T07:00:00+00:00"}
+    lines = {}
+    for rows in ([], [found, {"budget_bytes": 24 << 30, "error": "see the log"}]):
+        records = {"long_context": results_of("long_context"), "recipe": results_of("recipe") | {"longest": rows}}
+        monkeypatch.setattr(long_context_results, "read", records.__getitem__)
+        lines[len(rows)] = long_context_results.longest_table(results.ROOT / "index.md").splitlines()
+        assert ("AdamW" in long_context_results.longest_said()) is bool(rows)
+        assert long_context_results.draw_longest().axes
+    without, among = lines.values()
+    assert "AdamW" not in "".join(without)
+    assert "With AdamW: whole steps by `prepare`" in among[0]
+    cells = [
+        dict(zip(*([cell.strip() for cell in one.split("|")] for one in (among[2], row)), strict=True))
+        for row in among[4:]
+    ]
+    assert {row["device"]: row["weights and AdamW streamed"] for row in cells} == {
+        **{f"{size} GiB": "not tried" for size in (16, 24, 80, 140)},
+        "48 GiB": "98,304 (about 2,458 tokens/s)",
+    }
 
 
 def test_every_block_is_in_a_page_and_the_other_way_round():

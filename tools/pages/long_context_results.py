@@ -1,4 +1,4 @@
-"""Tables of long sequences, and a picture of the longest, from ``results/long_context.json``."""
+"""Tables of long sequences, and a picture of the longest, from ``results/long_context.json`` and ``recipe.json``."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ LIMITED = {
     "hf_offload": ("Hugging Face's offloaded checkpoints", COLORS["backward"]),
     "inputs": ("this library", COLORS["offload"]),
     "streamed": ("weights streamed", COLORS["reload"]),
+    "adamw": ("weights and AdamW streamed", "#56b4e9"),
     "lora": ("streamed, LoRA", COLORS["recompute"]),
 }
 """Way → its name and its colour."""
+ON_HOST = ("streamed", "adamw", "lora")  # ways with the weights there
 GRAIN = 4096  # lengths that are tried are multiples of so many tokens, or of fewer
 HELD = 2 * 2 * 8_030_261_248  # bytes of the shape's weights and gradients
 
@@ -88,7 +90,18 @@ def longest() -> dict[int, dict[str, Row]]:
         if "inputs" not in ways and within:
             row = max(within, key=lambda row: (row["tokens"], row["tokens_per_s"]))
             ways["inputs"] = {**row, "longest_tokens": row["tokens"]}
-    return {nbytes: {way: ways[way] for way in LIMITED if way in ways} for nbytes, ways in found.items()}
+    for row in _with_adamw():
+        found.setdefault(row["budget_bytes"], {})["adamw"] = row
+    return {nbytes: {way: ways[way] for way in LIMITED if way in ways} for nbytes, ways in sorted(found.items())}
+
+
+def _with_adamw() -> list[Row]:
+    """The rows of whole trainings, if they were measured: on the same GPU, or they would not belong into the table."""
+    here, there = read("long_context"), read("recipe")
+    rows = [row for row in there.get("longest", ()) if "longest_tokens" in row]
+    where = [(one["hardware"]["gpu"], one["versions"]["torch"]) for one in (here, there)]
+    assert not rows or where[0] == where[1], where
+    return rows
 
 
 @table("longest_context")
@@ -98,7 +111,7 @@ def longest_table(_page: Path) -> str:
     def cell(nbytes: int, way: str) -> str:
         row = rows[nbytes].get(way)
         if row is None:
-            return "does not fit" if nbytes < HELD and way not in ("streamed", "lora") else "not tried"
+            return "does not fit" if nbytes < HELD and way not in ON_HOST else "not tried"
         tokens = row.get("longest_tokens", 0)
         longest = f"{tokens:,}"
         if _is_open(row):
@@ -113,8 +126,11 @@ def longest_table(_page: Path) -> str:
         {"device": f"{nbytes / GIB:.0f} GiB"} | {name: cell(nbytes, way) for way, name in ways.items()}
         for nbytes in rows
     ]
-    told = markdown_table(shown, left=1, answer=(ways["inputs"], ways["streamed"]))
-    return f"{_where([row for ways in rows.values() for row in ways.values()])}\n\n{told}\n"
+    told = markdown_table(shown, left=1, answer=[ways[way] for way in ("inputs", "streamed", "adamw") if way in ways])
+    said = _where([row for ways in rows.values() for row in ways.values()])
+    if "adamw" in ways:
+        said += " With AdamW: whole steps by `prepare` (`benchmarks.recipe --longest`)."
+    return f"{said}\n\n{told}\n"
 
 
 @table("lora_longest")
