@@ -144,7 +144,9 @@ class GivenMemory(MemoryLeft):
         self._device_bytes = device_bytes
         self._max_host_bytes = max_host_bytes
         self._device = device
-        self._parameters = [parameter for layer in layers for parameter in layer.parameters()]
+        # Gradients of streamed weights are on the host, which is a device, too, on the CPU.
+        here = (layer for layer in layers if compute_device([layer]) is None)
+        self._parameters = [parameter for layer in here for parameter in layer.parameters()]
         self._counted = [one for one in self._parameters if not one.is_inference()]
         self._versions = -1  # the sum of the parameters' versions: an optimizer's step changes them
         self._before_bytes = 0  # the gradients that there were when the step began
