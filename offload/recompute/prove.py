@@ -7,6 +7,7 @@ computed from the result is recomputed from what was kept.
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,6 +25,8 @@ from offload.recompute.learn import Learn, ModuleNames, Trace
 from offload.recompute.run_again import AnotherWayError, Frame, HandOver, NotReturnedError, OtherRunError, SavedCheck
 from offload.recompute.second_run import SecondRun
 from offload.recompute.way import Way
+
+_logger = logging.getLogger(__name__)
 
 Lend = Callable[[Sequence[int]], AbstractContextManager[list[torch.UntypedStorage]]]
 """Lends host memory of these sizes, in bytes, as long as its block lasts."""
@@ -239,12 +242,15 @@ def _run_with(
         Context().run(frame.run_under, proof, HandOver(frame, proof.storages))
     except torch.OutOfMemoryError:
         raise
-    except (AnotherWayError, RuntimeError):
+    except (AnotherWayError, RuntimeError) as error:
         same = False
+        _logger.debug("%s, run again with what was kept, raises %r", frame.name, error)
     finally:
         frame.kept, frame.dropped = {}, {}
         for memory, copy in pairs:
             if not same_bits(whole(memory), whole(copy)):
                 memory.copy_(copy)
                 same = False
+                _logger.debug("%s, run again with what was kept, changes that", frame.name)
+    _logger.debug("%s, run again with what was kept: %s differ", frame.name, sorted(proof.differing))
     return proof.differing if same else None
