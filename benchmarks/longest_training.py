@@ -5,7 +5,7 @@
 To start a process, to build the model and to pin 100 GiB of host memory takes a minute, and a long step nearly as much.
 So one process has all budgets in turn, and most lengths are never run:
 
-1. Short sequences are measured, as ``prepare`` does it in the first steps.
+1. Short sequences are measured, as ``prepare`` does it in the first steps, and one nearly as long as seems to fit.
 2. Longer ones are planned only. Before the first layer computes, ``prepare`` says whether the budget cannot be met.
 3. The longest sequence with a plan is trained on. PyTorch limits the process to the budget, so that a step that needs
    more fails; then shorter ones are tried.
@@ -160,6 +160,7 @@ class Search:
         self._fitting(short)
         self._fitting(longer)  # what grows with the length is known from here on
         measured = max(2 * longer, self._whole(self._fitting(longer) / 3))
+        measured = max(measured, self._whole(SHARE * self._fitting(measured)))  # near the longest, as plans are then
         return measured, self._fitting(measured)
 
     def _fitting(self, tokens: int) -> float:
@@ -178,7 +179,11 @@ class Search:
         return tokens * min(device / max(1, peak_bytes), (device + host_left) / max(1, peak_bytes + sent_bytes))
 
     def _plan(self, tokens: int) -> bool:
-        said = self.training.refusal(tokens) or ("" if self.prepared.plan.fits else "no recipe fits")
+        said = self.training.refusal(tokens)
+        if said is None and self.prepared.activations is None:
+            said = "may be too much, and would be measured"
+            self.training.step(self.short)  # is measured instead
+        said = said or ("" if self.prepared.plan.fits else "no recipe fits")
         self._note(tokens, said or "planned")
         return not said
 

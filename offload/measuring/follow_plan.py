@@ -4,7 +4,7 @@ In the first microbatch everything is recomputed, the layers' inputs are offload
 microbatch runs in the same way, and the layers are timed as a whole. That makes a profile, the profile a plan, and the
 plan's schedule and policies are followed. Inputs for which something needs more than for any before get a new plan
 before they run, from what was measured. Smaller ones follow that plan in as few layers as are enough, and the other
-layers keep everything. Much larger ones are timed as the second microbatch was.
+layers keep everything. Much larger ones are timed as the second was.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from offload.measuring.profile_layers import (
     learning_policies,
     learning_schedule,
     recompute_all,
+    recomputed_plan,
     time_second_runs,
 )
 from offload.measuring.sizes import CostsBySize, Inputs, Size, given_to, is_within, rounded_up, with_skipped
@@ -55,7 +56,6 @@ _logger = logging.getLogger(__name__)
 
 RESERVE = 0.02
 """Part of the budget that a plan leaves free unless it recomputes as the measured steps do, which do not show all."""
-
 SLACK = 0.005
 """By what part of the budget a plan of checkpoints may be predicted above it: they run as the measured steps do, and
 what is predicted is up to so much too high. If that is not so, the plan is made again."""
@@ -222,9 +222,10 @@ class FollowPlan(HookedLayers):
             if self._stage == "timing":
                 self._timed_inputs = max(self._timed_inputs, self._inputs)
         elif not self.measures or (learned and not first_step_is_next(self._layers)):
-            if self._costs.lack(self._inputs):
+            larger, counts = not is_within(size, self._planned), self._planned_gradients
+            if self._costs.lack(self._inputs) or (larger and self._costs.seem_too_much(size, self._budget, counts)):
                 self._time()
-            elif not is_within(size, self._planned) or gradient_bytes > self._planned_gradients:
+            elif larger or gradient_bytes > self._planned_gradients:
                 followed, self._planned_gradients = self.plan, max(gradient_bytes, self._planned_gradients)
                 if followed is not None and followed is self.largest_plan and not ran_twice:
                     self._need_more(followed)
@@ -431,8 +432,7 @@ class FollowPlan(HookedLayers):
             self._corrections_left = 0
             if over_bytes is not None and over_bytes <= TOLERANCE * self._budget:
                 return  # the last plan is good enough
-            options = link, self._budget, (*recompute_all(profile),), host_bytes
-            frugal = plans[Among.CHECKPOINTS] = Plan(learning_schedule(len(self._layers)), profile, *options)
+            frugal = plans[Among.CHECKPOINTS] = recomputed_plan(profile, link, self._budget, host_bytes)
             if self.recomputed_fits:
                 _logger.info("%s is met by no plan: all is recomputed, as while it was measured", budget)
             elif not self._left.more_after_step() and over_bytes is None:

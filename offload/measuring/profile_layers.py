@@ -23,6 +23,7 @@ from offload.device.select import get_backend
 from offload.measuring.layer_times import PASSES, LayerTimes, MeasuredLayer
 from offload.observe.memory import memory_peak
 from offload.planning.layer_costs import costs_of, inputs_of, peak_bytes, region_costs, with_workspace
+from offload.planning.plan import Plan
 from offload.planning.profile import HostSeconds, LayerProfile, Link, Profile
 from offload.planning.search import layers_of_kinds
 from offload.recompute.costs import LayerPolicy, RegionProfile
@@ -176,6 +177,12 @@ def recompute_all(profile: Profile) -> list[LayerPolicy | None]:
     """The policies of those steps: everything is recomputed that can be; the rest is offloaded."""
     kept = [region_costs(layer.regions, frozenset()).kept for layer in profile.layers]
     return [LayerPolicy(one, one) if layer.regions else None for one, layer in zip(kept, profile.layers, strict=True)]
+
+
+def recomputed_plan(profile: Profile, link: Link, memory_budget: int, max_host_bytes: int | None) -> Plan:
+    """As layers run while they are measured: everything is recomputed, and their inputs are offloaded."""
+    policies = (*recompute_all(profile),)
+    return Plan(learning_schedule(len(profile.layers)), profile, link, memory_budget, policies, max_host_bytes)
 
 
 def learned_profile(

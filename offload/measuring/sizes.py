@@ -6,7 +6,8 @@ which. Seconds, and bytes that are no region's, have a part that no shape change
 follow the line through two timings, over the bytes of the layer's regions, or over the elements outside of the layers.
 
 One kind of inputs, whose lengths differ by a factor of up to 64, takes at most five measured steps: two to learn two
-lengths, and a timing each of the first, beyond ``LARGER`` and beyond ``MUCH_LARGER``.
+lengths, and a timing each of the first, beyond ``LARGER`` and beyond ``MUCH_LARGER``. Inputs that may be too much
+are timed, too, where the timings do not tell: all is recomputed then in any case.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from typing import Any, NamedTuple
 import torch
 
 from offload.base.tensors import sides_of
-from offload.planning.profile import LayerProfile, Profile
+from offload.measuring.profile_layers import recomputed_plan
+from offload.planning.profile import LayerProfile, Link, Profile
 from offload.recompute.costs import RegionProfile
 
 LARGER = 1.5  # from this factor on, larger inputs than those of the only timing are timed, too
@@ -36,6 +38,13 @@ OF_LAYERS = (
     "after_second_run_bytes",
 )  # fmt: skip
 """What of a layer follows a line over the bytes of its regions."""
+
+WORKSPACE = ("workspace_bytes", "forward_workspace_bytes", "after_second_run_bytes")
+"""The most of several moments. Some need the same for all inputs, as gradients and loaded weights do, and are the most
+of small inputs. So larger inputs may need more than a line through two timings says: in proportion at most, and a byte
+for each byte of the regions, as what is computed for a moment is not larger than what is saved."""
+
+VAGUE = 0.05  # by what part of a peak these two may differ
 
 BESIDE_LAYERS = ("loss_s", "other_s", "loss_bytes")  # follow a line over the elements of the inputs
 
@@ -149,8 +158,14 @@ class CostsBySize:
         sizes = [self.size_of(one) for one in (*self._covered, *more)]
         return {powers: max(size.get(powers, 0.0) for size in sizes) for size in sizes for powers in size}
 
-    def at(self, size: Size) -> tuple[Profile, int]:
-        """The profile of inputs of this size, and the bytes that are needed outside of the layers."""
+    def seem_too_much(self, size: Size, budget: int, gradient_bytes: int) -> bool:
+        """Whether no plan fits inputs of this size by the most that they may need, and the timings tell no better."""
+        profiles = (self.beside(*self.at(size, steep=steep), gradient_bytes) for steep in (True, False))
+        most, least = (recomputed_plan(one, Link(1.0, 1.0, 1.0), budget, None).peak_bytes for one in profiles)
+        return most > budget and least < (1 - VAGUE) * most
+
+    def at(self, size: Size, *, steep: bool = True) -> tuple[Profile, int]:
+        """The profile of inputs of this size, with the most that they may need, and the bytes outside of the layers."""
         last, profiles = self._timed[-1], [one.profile for one in self._timed]
         then = self.size_of(last.inputs)
         grown = self._grown(last.kind, [layer.regions for layer in last.profile.layers], then, size)
@@ -163,7 +178,14 @@ class CostsBySize:
                 sum(region.nbytes for region in one.regions) + elements
                 for one, elements in zip(timed, elements_each, strict=True)
             ]
-            found = {name: _on_line(sizes, timed, sum(grown_bytes) + size[()], name) for name in OF_LAYERS}
+            most = 1.0 if any(grown_bytes) else math.inf
+            later = last.gradients[number + 1] if number + 1 < len(last.gradients) else 0  # of no size
+            found = {
+                name: _on_line(
+                    sizes, timed, sum(grown_bytes) + size[()], name, most if steep and name in WORKSPACE else 0.0, later
+                )
+                for name in OF_LAYERS
+            }
             longer = found["forward_s"] / timed[-1].forward_s if timed[-1].forward_s > 0 else size[()] / then[()]
             slower = _with_bytes(timed[-1].regions, grown_bytes, longer)
             layers.append(LayerProfile.from_regions(slower, host=timed[-1].host, **found))
@@ -271,11 +293,20 @@ def _powers_of(samples: dict[Inputs, Regions]) -> list[list[Powers]]:
     return [[best(*(region.nbytes for region in same)) for same in zip(*layer, strict=True)] for layer in every]
 
 
-def _on_line(sizes: Sequence[float], values: Sequence[object], size: float, name: str) -> float:
-    """A value: on a line through two timed ones, which never falls, or in proportion if none are far apart."""
+def _on_line(
+    sizes: Sequence[float], values: Sequence[object], size: float, name: str, steepest: float = 0.0, fixed: int = 0
+) -> float:
+    """A value: on a line through two timed ones, which never falls, or in proportion if none are far apart.
+
+    Beyond these two, the line is as steep as in proportion, but for what is ``fixed``, and at most ``steepest``, if it
+    is not steeper itself.
+    """
     points = sorted((one, float(getattr(value, name))) for one, value in zip(sizes, values, strict=True))
     most, last = points[-1]
     smaller = [one for one in points if LARGER * one[0] <= most]
     before, first = smaller[-1] if smaller else (0.0, 0.0)
-    found = max(0.0, last + max(0.0, last - first) * (size - most) / (most - before))
+    slope = max(0.0, last - first) / (most - before)
+    if size > most:
+        slope = max(slope, min(max(0.0, last - fixed) / most, steepest))
+    found = max(0.0, last + slope * (size - most))
     return round(found) if name.endswith("_bytes") else found

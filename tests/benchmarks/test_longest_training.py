@@ -46,6 +46,7 @@ class Prepared:
     """Stands for the handle of a training with 1,000 bytes for activations."""
 
     plan = SimpleNamespace(fits=True)
+    activations = plan
 
     def __enter__(self) -> Prepared:
         return self
@@ -72,7 +73,7 @@ def test_trains_on_the_longest_with_a_plan_and_on_no_other_long_one() -> None:
     first, row = rows_of(training)
     assert (row["longest_tokens"], row["shortest_failed_tokens"]) == (904, 908)
     assert training.steps[-2:] == [904, 904]
-    assert max(training.steps[:-2]) < 904 / 2
+    assert max(training.steps[:-2]) < 0.9 * 904
     assert (row["said"], row["binds"]) == (REFUSED, "device and host")
     assert len(first["times_s"]) == 1
     assert len(row["times_s"]) == 2

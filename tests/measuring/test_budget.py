@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from lab import Lab
-from models import WIDTH, assert_same, build, gradients, leaves_of, step_gradients, through
+from models import WIDTH, assert_same, build, gradients, leaves_of, loss_of, step_gradients, through
 from scripts import NO_GPU, run_scripts
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -196,6 +196,32 @@ def test_what_is_saved_before_the_first_layer_counts(case: str, lab: Lab) -> Non
         peaks = [step() for _ in range(6)]
     assert max(peaks[3:]) <= budget
     assert handle.plan.peak_bytes == peaks[-1]
+
+
+class Wide(nn.Module):
+    """Its gradients are more than what short inputs need for a moment, and less than what longer ones do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def test_longer_inputs_are_measured_where_gradients_are_the_most_of_shorter_ones(lab: Lab) -> None:
+    """The line through two short lengths is below what a longer one needs. Gradients on the host are in no plan."""
+    layers, states, peaks, plans = nn.ModuleList(Wide() for _ in range(6)), [], [], []
+    with offload.stream_weights(layers, lab.device), budgeted(layers, lab, 1_600_000) as handle:
+        for length in (16, 16, 24, 60, 60, 300, 300):
+            with offload.memory_meter(lab.device) as meter:
+                loss_of(through(layers, torch.rand(length, 64, device=lab.device))).backward()
+            states.append(handle.state)
+            peaks.append(meter.peak_bytes)
+            plans.append(0 if handle.plan is None else handle.plan.peak_bytes)
+    assert states == [*["measuring"] * 4, "following", "measuring", "following"]
+    for number in (4, 6):
+        assert peaks[number] <= plans[number] <= 1.06 * peaks[number]
 
 
 def test_a_handle_tells_its_plan_with_what_microbatches_took(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
