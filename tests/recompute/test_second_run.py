@@ -1981,7 +1981,6 @@ def test_what_the_device_has_no_memory_for_after_a_proof_is_an_error(
             assert_same(expected, step(layers, x))
 
 
-@pytest.mark.usefixtures("no_room")
 @pytest.mark.usefixtures("no_room", "nothing_recomputed")
 def test_what_a_layer_returns_and_saves_is_on_the_device_once(lab: Lab) -> None:
     """Also where it was on the host while the layer ran again."""
@@ -1992,6 +1991,7 @@ def test_what_a_layer_returns_and_saves_is_on_the_device_once(lab: Lab) -> None:
         assert sin._saved_self.data_ptr() == y.data_ptr()
 
 
+@pytest.mark.usefixtures("no_room")
 def test_what_a_second_run_is_compared_with_need_not_be_pinned(lab: Lab) -> None:
     """Where neither the device nor pinned memory has room for it."""
     layers, x = build("decoder", LAYERS, lab.device)
