@@ -54,7 +54,7 @@ class Unread:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in _READ_NO_NUMBER or (function == _SET_GRADIENT and args[1] is None):
+        if function in _READ_NO_NUMBER or function == _SET_GRADIENT:
             with without_torch_function():
                 found = function(*args, **kwargs or {})
             return found  # noqa: RET504  inside of the block, an interrupt would leave it without its end

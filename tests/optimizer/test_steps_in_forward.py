@@ -289,6 +289,7 @@ def test_each_reader_waits_for_its_own_parameter(lab: Lab) -> None:
     waits = lab.count_waits()
     assert late.handle.stats().forward_parameters == 4
     late.optimizer.zero_grad()
+    late.others[0].grad = torch.zeros(8, 8, device=lab.device)
     assert [one.requires_grad for one in late.others] == [True] * 3
     assert waits == []
     assert late.read(READERS["a layer"])
