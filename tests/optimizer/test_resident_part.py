@@ -96,11 +96,13 @@ def test_state_that_is_in_its_place_already_remains_there(resident: tuple[int, .
             assert all(remained[1:])
 
 
-def test_state_of_the_optimizer_itself_is_not_copied(lab: Lab) -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_state_of_the_optimizer_itself_is_not_copied(frozen: bool, lab: Lab) -> None:
     """As it is on the device when a resident optimizer is streamed in part; and when it is resident again."""
     model = build(lab.device)
     optimizer = adamw(model.parameters())
     train(model, optimizer, range(2))
+    model[0].weight.requires_grad_(not frozen)
     before = optimizer.state[model[0].weight]["exp_avg"].data_ptr()
     with stream(optimizer, resident_bytes=FIRST):
         assert optimizer.state[model[0].weight]["exp_avg"].data_ptr() == before

@@ -69,7 +69,7 @@ def first_step(lab: Lab) -> bool:
     return same_bits(lab, momentum, 1, d2h_s=LATE_S, chunk_bytes="4KiB")
 
 
-def late_step(lab: Lab) -> bool:
+def late_step(lab: Lab, **options: Any) -> bool:
     """Compute writes the state only when its copy could have begun."""
 
     class Late(torch.optim.Optimizer):
@@ -87,12 +87,13 @@ def late_step(lab: Lab) -> bool:
     parameter = nn.Parameter(torch.zeros(100, device=lab.device))
     parameter.grad = torch.zeros_like(parameter)
     optimizer = Late([parameter])
-    stream(optimizer)
+    stream(optimizer, **options)
     optimizer.step()
     optimizer.late = True
     optimizer.step()
+    found = optimizer.state[parameter]["made"].clone()
     lab.drain()
-    return bool((optimizer.state[parameter]["made"] == 7.0).all())
+    return bool((found == 7.0).all())
 
 
 def read_at_once(lab: Lab, look: Callable[[Any, Any], Any] = lambda one, _: one.state_dict()["state"][0]) -> bool:
@@ -223,6 +224,10 @@ LOOKS: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("look", LOOKS)
 def test_a_look_into_the_state_waits_for_its_copies(look: str, lab: Lab) -> None:
     assert read_at_once(lab, LOOKS[look])
+
+
+def test_a_look_into_state_on_the_device_waits_for_the_step_beside_the_next_forward(lab: Lab) -> None:
+    assert late_step(lab, overlap_forward=True, resident_bytes="1MiB")
 
 
 def test_a_load_waits_for_what_allocating_its_slot_queued(lab: Lab) -> None:

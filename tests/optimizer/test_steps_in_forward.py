@@ -100,7 +100,7 @@ READERS: dict[str, Callable[[Late], Any]] = {
     ),
     "a change": changed,
     "another dtype": moved,
-    "remove()": lambda late: (late.handle.remove(), late.weight)[1],
+    "remove()": lambda late: (late.handle.remove(), copied(late.weight))[1],
     "synchronize()": lambda late: (late.handle.synchronize(), late.weight)[1],
 }
 
@@ -202,8 +202,22 @@ def gradient_in_a_buffer(late: Late) -> Callable[[], torch.Tensor]:
     return lambda: late.weight + 0.0 * buffer[0]
 
 
+def gradient_of_another_class(late: Late) -> Callable[[], torch.Tensor]:
+    late.weight.grad.__class__ = type("Own", (torch.Tensor,), {})
+    return lambda: late.weight
+
+
 @pytest.mark.parametrize(
-    "begin", [kept_data, kept_rows, compiled, of_another_class, told_by_a_tensor, gradient_in_a_buffer]
+    "begin",
+    [
+        kept_data,
+        kept_rows,
+        compiled,
+        of_another_class,
+        told_by_a_tensor,
+        gradient_in_a_buffer,
+        gradient_of_another_class,
+    ],
 )
 def test_where_reads_are_not_seen_the_step_waits(begin: Any, lab: Lab) -> None:
     late = Late(lab)
@@ -392,6 +406,7 @@ def test_a_failed_copy_is_told_once(copy: int, steps: bool, lab: Lab) -> None:
     if stepped:
         run.handle.synchronize()
     run.load(saved)
+    assert_same(resident(lab.device, range(2)), run.values)
     run.steps(range(2, 4))
     assert_same(resident(lab.device, range(4)), run.values)
 

@@ -17,8 +17,11 @@ from offload import CaptureError, HostMemoryError, stream_optimizer
 
 
 def test_the_state_is_pinned_once_and_exactly_sized(lab: Lab) -> None:
-    run = Training(lab.device)
-    nbytes = sum(2 * parameter.nbytes for parameter in run.model.parameters())
+    """A frozen parameter has none."""
+    run = Training(lab.device, streamed=False)
+    run.model[0].bias.requires_grad_(False)
+    run.handle = stream(run.optimizer)
+    nbytes = sum(2 * parameter.nbytes for parameter in run.model.parameters() if parameter.requires_grad)
     pinned = lab.pool.pinned_bytes
     assert run.handle.stats().host_bytes == lab.pool.used_bytes == nbytes
     assert nbytes <= pinned <= nbytes + 512 * 12 + 4096

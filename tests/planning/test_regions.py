@@ -21,7 +21,7 @@ from offload.planning.layer_costs import (
     ways_of,
     with_workspace,
 )
-from offload.planning.plan import Plan, make_plan
+from offload.planning.plan import Plan, make_plan, relaxed
 from offload.planning.profile import HostSeconds, LayerProfile, Link, Profile
 from offload.planning.search import Among
 from offload.planning.simulate import simulate
@@ -288,6 +288,7 @@ class TestPlan:
             num_layers for num_layers in range(20) if fits(Plan(default(num_layers, 20), REFERENCE, fast, 0), 5 * GIB)
         ]
         assert found.num_layers == kept[0]
+        assert found.policies == (None,) * 20
 
     def test_of_equal_layers_that_is_recomputed_which_takes_the_least_time(self):
         def layer(seconds):
@@ -365,6 +366,13 @@ class TestPlan:
         assert all(one.offloaded == {0} for one in found.policies[: found.num_layers])
         assert found.num_layers > 0
 
+    def test_a_second_run_does_not_wait_for_an_input_that_all_layers_share(self):
+        """It has no bytes to copy, so that what is recomputed from it alone is there before the reload."""
+        shared = region("shared", 0, 0, recomputable=False)
+        layer = LayerProfile.from_regions([shared, region("cheap", 100, 1, 0), region("dear", 50, 6, 1)], 0.005, 0.01)
+        found = make_plan(Profile((layer,) * 2), "160MiB", Link(20e9, 20e9, 40e9))
+        assert found.policies == (policy(layer, frozenset({2}), offloads=True), None)
+
     def test_layers_of_several_kinds(self):
         """An expert layer that is cheap to keep beside a large one: bytes go where they save the most time."""
         dear = LayerProfile.from_regions(
@@ -439,6 +447,23 @@ class TestPlan:
             if peak > peaks[0]:
                 fewer = make_plan(profile, peak - 1, PCIE, max_host_bytes=0)
                 assert fewer.policies.count(None) < kept
+
+    @pytest.mark.parametrize("kinds", [(100, 100, 100, 100, 100, 100), (300, 300, 300, 3, 3, 3)])
+    def test_as_few_layers_follow_the_plan_for_larger_inputs_as_are_enough(self, kinds):
+        """The others keep everything, on the device."""
+        profile, count = Profile(tuple(self.kept_or_recomputed(mib) for mib in kinds)), len(kinds)
+        input_alone = frozenset({0})
+        policies = (None, *[LayerPolicy(input_alone, input_alone)] * 3, *[LayerPolicy(input_alone)] * 2)
+        plan = Plan(default(4, count), profile, PCIE, 0, policies)
+        plans = [
+            replace(plan, schedule=default(min(4, n), count), policies=policies[:n] + (None,) * (count - n))
+            for n in range(count + 1)
+        ]
+        peaks = [one.peak_bytes for one in plans]
+        assert len({*peaks}) > 4
+        for most in peaks:
+            found = relaxed(plan, profile, most)
+            assert found == next(one for one, peak in zip(plans, peaks, strict=True) if peak <= most)
 
     @pytest.mark.parametrize("loss_mib", [0, 200])
     @pytest.mark.parametrize("mib", range(240, 480, 30))

@@ -17,7 +17,7 @@ from faults import in_threads, slowly
 from lab import Lab
 from models import WIDTH, GptBlock, assert_same, build, loss_of
 from saving import saved_and_loaded
-from streaming import Linear, backward, forward, gradients
+from streaming import Linear, backward, forward, gradients, gradients_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -92,6 +92,18 @@ def test_failing_layers(where: str, number: int, error: BaseException, device: t
         assert_as_before(handle, layers, x, expected)
         assert torch.equal(forward(layers.eval(), x), forward(layers, x))
     assert handle.stats().loads > 0
+
+
+def test_a_forward_right_after_one_that_was_interrupted(device: torch.device) -> None:
+    """Nothing has looked at the weights in between."""
+    layers, x = build(Failing, 2, device)
+    expected, parameters = gradients(layers, x), list(layers.parameters())
+    with stream_weights(layers, device):
+        layers[1].error, layers[1].where = KeyboardInterrupt(), "after"
+        with pytest.raises(KeyboardInterrupt):
+            forward(layers, x)
+        layers[1].where = ""
+        assert_same(expected, gradients_of(parameters, lambda: backward(layers, x)))
 
 
 class TwoParts(nn.Module):
