@@ -510,17 +510,20 @@ def test_a_plan_for_smaller_inputs_that_breaks_the_budget_is_given_up(
     layers, _ = build(Masked, LAYERS, lab.device)
     with offload.memory_meter(lab.device) as meter:
         masked_step(layers, 96)
+    budget, limits = round(0.4 * meter.peak_bytes), set[float]()
     monkeypatch.setattr(
-        "offload.measuring.follow_plan.relaxed", lambda plan, profile, _: relaxed(plan, profile, 1 << 40)
+        "offload.measuring.follow_plan.relaxed",
+        lambda plan, profile, most_bytes: (limits.add(most_bytes), relaxed(plan, profile, 1 << 40))[1],
     )
     found, counts = [], runs(layers)
     said = pytest.warns(UserWarning, match="was broken")
-    with budgeted(layers, lab, round(0.4 * meter.peak_bytes)), said:
+    with budgeted(layers, lab, budget), said:
         for length in (20, 40, 20, 96, 96, 96, 60, 60, 20):
             counts[0] = 0
             masked_step(layers, length)
             found.append(counts[0] > LAYERS)
     assert found[-4:] == [True, False, True, False]
+    assert limits == {(1 - RESERVE) * budget}
 
 
 class Spread(nn.Module):
@@ -843,6 +846,7 @@ def test_what_is_needed_outside_of_the_layers_is_taken_off(
     # What a plan of checkpoints may be predicted above the budget is not granted again, or the plan might be the same.
     planned = [one.partition(":")[0] for one in caplog.messages if one.startswith("planned for")]
     assert planned[-1] == f"planned for {format_bytes(budget)}"
+    assert planned[:2] == [f"planned for {format_bytes(round((1 - RESERVE) * budget))}"] * 2
     assert planned[2] == f"planned for {format_bytes(budget + round(SLACK * budget))}"
 
 
@@ -871,6 +875,22 @@ def test_a_layer_that_proves_its_plan_later_than_others_does_not_break_the_budge
         for _ in range(2):
             masked_step(layers, 24)
     assert "planned again" in caplog.text
+
+
+@pytest.mark.usefixtures("keep_scores")
+def test_a_plan_that_is_proven_in_layers_that_run_again_before_backward_is_not_made_again(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One peak counts for all of their calls, in the first of which each layer's tensors are there twice."""
+    (layers, _), plans = build(Masked, LAYERS, lab.device), list[Plan | None]()
+    said = pytest.warns(UserWarning, match="was broken")
+    with said, budgeted(layers, lab, "1GiB") as handle:
+        peaks = Peaks(monkeypatch)
+        peaks.are_those_of(handle, lab)
+        for peaks.peak_bytes in (0, 0, 2 << 30, 0, 0):
+            masked_step(nn.ModuleList([*layers, *layers]), 24)
+            plans.append(handle.plan)
+    assert plans[2] is plans[4] is not None
 
 
 @pytest.mark.slow

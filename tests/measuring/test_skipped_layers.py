@@ -1,5 +1,6 @@
 """A memory budget for layers that the program skips, as LayerDrop does, or runs several times, and for larger steps."""
 
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -123,6 +124,22 @@ def test_a_budget_that_is_broken_once_no_layer_is_skipped_is_said() -> None:
             step(layers, x, ALL)
 
 
+def test_the_budget_that_is_named_where_none_can_be_met_is_enough() -> None:
+    """Also where no measured step ran all layers: with what a plan leaves free."""
+    layers, _ = build("mlp", LAYERS, torch.device("cpu"))
+    x = torch.rand(4, 64, WIDTH)
+
+    def train(budget: str) -> None:
+        with offload.offload_layers(layers, memory_budget=budget, min_bytes=1, device="cpu"):
+            for skipped in ({1}, {2}, {3}, {4}):
+                step(layers, x, skipped)
+
+    with pytest.warns(UserWarning, match="cannot be met") as told:
+        train("1KiB")
+    [needed] = re.findall(r"a step needs ([\d.]+) KiB", str(told[0].message))
+    train(f"{float(needed) + 0.1}KiB")  # it was rounded
+
+
 def test_everything_is_recomputed_if_the_plans_break_a_budget_that_the_measured_steps_have_met(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,25 +197,30 @@ def test_layers_that_run_again_before_backward_count_to_the_same_microbatch(orde
     handle.remove()
 
 
-@pytest.mark.parametrize("rows", [(2, 4), (4, 2)], ids=["the shorter one first", "the longer one first"])
+@pytest.mark.parametrize(
+    "steps",
+    [[(2, 4)] * 6, [(4, 2)] * 6, [(2, 2)] * 4 + [(2, 4)] * 4],
+    ids=["the shorter one first", "the longer one first", "a longer one later"],
+)
 @pytest.mark.parametrize("share", [0.4, 0.7])
 def test_two_forwards_of_different_lengths_before_one_backward_keep_to_the_budget(
-    rows: tuple[int, int], share: float
+    steps: list[tuple[int, int]], share: float
 ) -> None:
     """The longer one would begin another count of the peak, without what the shorter one has saved."""
     layers, _ = build("mlp", LAYERS, torch.device("cpu"))
-    inputs = [torch.rand(each, 64, WIDTH) for each in rows]
 
-    def run() -> int:
+    def run(rows: tuple[int, int]) -> int:
+        inputs = [torch.rand(each, 64, WIDTH) for each in rows]
         with offload.memory_meter("cpu") as meter:
             torch.stack([through(layers, x).square().mean() for x in inputs]).sum().backward()
         layers.zero_grad()
         return meter.peak_bytes
 
-    budget = round(share * run())
+    budget = round(share * run(steps[-1]))
     handle = offload.offload_layers(layers, memory_budget=budget, min_bytes=1, device="cpu")
-    assert max(run() for _ in range(6)) <= budget
-    assert handle.state == "following"
+    peaks, states = zip(*((run(rows), handle.state) for rows in steps), strict=True)
+    assert max(peaks) <= budget
+    assert states[2] == states[-1] == "following"  # both lengths were timed in the second step
     handle.remove()
 
 
