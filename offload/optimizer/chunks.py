@@ -240,12 +240,12 @@ class ChunkStepper:
         return Loaded(chunk, slot, tensors, h2d.record_event())
 
     def _take_slot(self, nbytes: int) -> StateSlot:
-        """The next slot, with at least so much memory, and as much as any other: slots grow in no later step."""
+        """The next slot, with at least so much memory."""
         if len(self._slots) < NUM_SLOTS:
             self._slots.append(StateSlot(self.backend.empty(0), self.backend.compute_stream().record_event()))
         slot = self._slots[self._next_slot % NUM_SLOTS]
         self._next_slot += 1
-        self._grow(slot, max(nbytes, *(len(one.memory) for one in self._slots)))
+        self._grow(slot, nbytes)
         return slot
 
     def _grow(self, slot: StateSlot, nbytes: int) -> None:
