@@ -1812,6 +1812,17 @@ def test_a_layer_that_collects_its_results_is_refused(lab: Lab) -> None:
         step(layers, x)
 
 
+def test_garbage_in_a_circle_keeps_no_tensors(lab: Lab) -> None:
+    """It is no list of the program's, and is gone when Python collects it."""
+
+    def function(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        circle: list[Any] = [(x @ weight).sin()]
+        circle.append(circle)
+        return circle[0].cos()
+
+    assert assert_right(function, lab, ALL)["sin"] == "recompute"
+
+
 def collect(into: list[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
     into.append(tensor)
     return tensor
