@@ -65,7 +65,7 @@ def on_host(tensors: Iterable[torch.Tensor], lend: Lend) -> Iterator[None]:
 
     Raises a :class:`NotReturnedError` if the device has no memory for them afterwards.
     """
-    tensors = [one for one in tensors if memories_of([one]) and not (one.is_conj() or one.is_neg())]
+    tensors = [one for one in tensors if memories_of([one])]
     memories = memories_of(tensors)
     places = [(one, address_of(one.untyped_storage()), geometry_of(one)) for one in tensors]
     device = tensors[0].device if tensors else None

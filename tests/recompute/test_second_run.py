@@ -1067,9 +1067,17 @@ BITS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("short", [False, True])
 @pytest.mark.parametrize("function", BITS.values(), ids=list(BITS))
-def test_bits_are_compared(function: Callable[[torch.Tensor], torch.Tensor], lab: Lab) -> None:
-    """NaN is not equal to itself, and conjugated and negated tensors are marked so, without being computed."""
+def test_bits_are_compared(
+    function: Callable[[torch.Tensor], torch.Tensor], short: bool, lab: Lab, request: pytest.FixtureRequest
+) -> None:
+    """NaN is not equal to itself, and conjugated and negated tensors are marked so, without being computed.
+
+    Also where they are on the host meanwhile.
+    """
+    if short:
+        request.getfixturevalue("no_room")
     layers, x = functions(lambda x, w: function(x * w.mean()).mean() * x, lab)
     assert assert_bits(partial(step, layers, x), layers, lab)["mul"] == "recompute"
 
