@@ -397,7 +397,7 @@ class BackwardSteps:
         for one in self._seen:
             nbytes = 0 if store.of(one).resident else local(one).numel() * store.bytes_per_element(one)
             all_bytes += nbytes
-            if 0 < left_bytes + nbytes <= LEFT_SHARE * all_bytes:
+            if 0 < nbytes <= LEFT_SHARE * all_bytes - left_bytes:
                 left_bytes += nbytes
                 left.add(one)
         return left

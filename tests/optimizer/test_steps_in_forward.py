@@ -16,11 +16,12 @@ from faults import FAULTS, slowly
 from lab import Lab, LateOptimizer
 from models import assert_same
 from torch import nn
-from training import WIDTH, Training, adamw, batch, loss_of, resident, stream, values
+from training import WIDTH, Training, adamw, batch, loss_of, plain_steps, resident, stream, values
 
 from offload.base.torch_private import refuse_access
 from offload.device.cuda import CaptureError
 from offload.optimizer.chunks import StepWait
+from offload.optimizer.early import FreedGradient
 from offload.optimizer.forward import ForwardSteps
 
 LATE_S = 0.05
@@ -467,6 +468,22 @@ def test_backward_leaves_a_part_to_the_next_forward(consume: bool, lab: Lab) -> 
         return values(model, optimizer)
 
     assert_same(trained(), trained(in_backward=True, overlap_forward=True, consume_gradients=consume))
+
+
+@pytest.mark.parametrize("resident", ["biases", "everything"])
+def test_parameters_whose_state_is_on_the_device_are_not_left_to_forward(resident: str, lab: Lab) -> None:
+    """They have no copies to hide there, and backward frees their gradients."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8))).to(lab.device)
+    biases = [layer.bias for layer in model]
+    nbytes = sum(2 * one.nbytes for one in (biases if resident == "biases" else model.parameters()))
+    optimizer = adamw(model.parameters())
+    options = {"in_backward": True, "consume_gradients": True, "overlap_forward": True}
+    handle = stream(optimizer, chunk_bytes="4KiB", resident_bytes=nbytes, **options)
+    plain_steps(model, optimizer, range(2))
+    loss_of(model, 2).backward()
+    assert handle.stats().resident_bytes == nbytes
+    assert {type(one.grad) for one in biases} == {FreedGradient}
+    assert (torch.Tensor in {type(layer.weight.grad) for layer in model}) is (resident == "biases")
 
 
 def test_refused_at_once(lab: Lab) -> None:
