@@ -239,16 +239,19 @@ def test_hooks_that_change_gradients_once_they_are_there(when: str, lab: Lab) ->
 @pytest.mark.parametrize("consume", [False, True])
 @pytest.mark.parametrize("kind", [float, torch.tensor])
 def test_options_that_change_after_the_steps_are_told(kind: Any, consume: bool, lab: Lab) -> None:
+    """Also if another backward then steps other parameters."""
     make = partial(torch.optim.SGD, lr=kind(0.1), momentum=0.9, foreach=False)
     run = Training(lab.device, make, in_backward=True, consume_gradients=consume)
     scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 1)
     for number in range(2):
         run.steps([number])
         scheduler.step()
-    run.backward(2)
+    y = run.model[:3](batch(2, run.model))
+    y.square().mean().backward()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         scheduler.step()  # too early
+    run.model[3](y.detach()).square().mean().backward()
     with pytest.raises(RuntimeError, match=r"must be final .* but lr of a group has been changed"):
         run.optimizer.step()
 
@@ -407,6 +410,16 @@ def test_after_its_end_backward_steps_nothing(how: str, lab: Lab) -> None:
     before = [parameter.detach().clone() for parameter in run.model.parameters()]
     run.backward(2)
     assert_same(before, [parameter.detach() for parameter in run.model.parameters()])
+
+
+@pytest.mark.parametrize("consume", [False, True])
+def test_compute_waits_for_each_step_whose_gradients_are_freed(consume: bool, lab: Lab) -> None:
+    """Before their memory is used again; for steps whose gradients the program has, it waits at the end alone."""
+    run = Training(lab.device, in_backward=True, consume_gradients=consume, chunk_bytes="1KiB")
+    run.steps(range(1))
+    waits = lab.count_waits()
+    run.backward(1)
+    assert (waits.count(StepWait.JOINED) > 1) is consume
 
 
 # On the CPU, steps run in the caller's thread, and cannot be early or late.

@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,18 @@ from faults import assert_interrupts_are_told
 from lab import Lab
 from models import assert_same
 from torch import nn
-from training import OPTIMIZERS, Training, adamw, assert_same_training, build, plain_steps, resident, stream, values
+from training import (
+    OPTIMIZERS,
+    Make,
+    Training,
+    adamw,
+    assert_same_training,
+    build,
+    plain_steps,
+    resident,
+    stream,
+    values,
+)
 
 from offload import CaptureError, HostMemoryError, stream_optimizer
 
@@ -206,12 +218,27 @@ def test_a_hook_of_the_program_clips_gradients(when: str, lab: Lab) -> None:
     assert_same_training(train)
 
 
-def test_an_interrupted_step_is_told(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+class Careful(torch.optim.SGD):
+    """Halves the learning rate where gradients are large."""
+
+    halvings = 0
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            self.halvings += any(p.grad.abs().max() > 1000 for p in group["params"])
+            group["lr"] = 0.1 / 2**self.halvings
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("make", [adamw, partial(Careful, lr=0.1, momentum=0.9)], ids=["AdamW", "with an attribute"])
+def test_an_interrupted_step_is_told(make: Make, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some parameters have made the step, and others have not."""
-    run = Training(lab.device)
+    run = Training(lab.device, make)
     run.steps(range(2))
     saved = run.checkpoint
     run.backward(2)
+    for parameter in run.model.parameters():
+        parameter.grad.mul_(1e9)
     load, calls = run.handle._stepper.load, []
 
     def interrupted(chunk: Any) -> Any:
@@ -233,7 +260,7 @@ def test_an_interrupted_step_is_told(lab: Lab, monkeypatch: pytest.MonkeyPatch) 
             use()
     run.load(saved)
     run.steps(range(2, 4))
-    assert_same(resident(lab.device, range(4)), run.values)
+    assert_same(resident(lab.device, range(4), make), run.values)
 
 
 class Normalized(torch.optim.SGD):
