@@ -99,7 +99,7 @@ def on_host(tensors: Iterable[torch.Tensor], lend: Lend) -> Iterator[None]:
 
 def prove_all(
     frame: Frame,
-    way: Way,  # gets ``forced``, ``differing`` and ``reason``
+    way: Way,  # gets ``forced``, ``differing``, ``differing_small`` and ``reason``
     learn: Learn,  # the mode under which forward ran
     originals: Sequence[torch.Tensor],  # what forward has saved
     backend: Backend | None,  # measures each operation; ``None`` measures nothing
@@ -162,6 +162,7 @@ def prove_all(
         if saved.storage is not None and max(trace.storages[saved.storage].writers, default=-1) >= saved.time
     }
     way.differing = proof.differing & set(movable)
+    way.differing_small = proof.differing - way.differing
     way.forced = written | _origins(frame, way, originals, lend, short=short)
     if backend is None:
         return None

@@ -41,6 +41,9 @@ class Way:
         """Numbers of saved tensors that come out with other bits, or were written after they were saved."""
         self.differing: set[int] = set()
         """Numbers of saved tensors that come out with other bits when all operations run again."""
+        self.differing_small: set[int] = set()
+        """The same of those that are too small to be offloaded: they are kept. Some matter to nobody, such as the state
+        of a generator that attention without dropout leaves as it found the memory."""
         self.impossible: set[int] = set()  # numbers of saved tensors that depend on what must not run twice
         self.hands_over = True  # whether a second run may skip operations: where it gave other bits, all of them run
         self.reason: str | None = None  # why the layer must not be run again
@@ -83,6 +86,7 @@ class Way:
         if self.captured is None:
             captured = self.captured = Way(self.trace, self.state, self.names)
             captured.forced, captured.hands_over = self.forced, self.hands_over
+            captured.differing_small = self.differing_small
             # The capture has the host memory that its warm-up needed: what was recomputed there is kept here.
             captured.instead = KEEP
             captured.reason = "its random numbers are drawn unseen" if self.draws_unseen else self.reason
@@ -161,7 +165,7 @@ class Way:
             if one.small
             and one.storage is not None
             and (storages[one.storage].writers or not steps)
-            and number not in self.forced
+            and number not in self.forced | self.differing_small
         ]
 
     @property

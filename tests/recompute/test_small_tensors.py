@@ -78,3 +78,42 @@ def test_plans_count_them(x: torch.Tensor, kept: str) -> None:
         found = peak_bytes(layers, x)
     # Of a layer that keeps something, they are counted as held, and once more as what its second run takes.
     assert (0.9 if kept == "one" else 0.98) * plan.peak_bytes <= found <= 1.02 * plan.peak_bytes
+
+
+ROWS = [0]
+
+
+@torch.library.custom_op("offload_tests::row_that_differs", mutates_args=())
+def row_that_differs(x: torch.Tensor) -> torch.Tensor:
+    """The first row, with other bits each time, as kernels give them that add in any order."""
+    ROWS[0] += 1
+    return x[0] * (1 + ROWS[0] / 1024)
+
+
+class Scaled(nn.Module):
+    def __init__(self, *, skips: bool) -> None:
+        super().__init__()
+        self.skips = skips
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.skips:
+            x.detach().cos()  # which a second run leaves out, and so is compared once more
+        return x.sin().tanh() * row_that_differs(x.detach())
+
+
+@pytest.mark.parametrize("skips", [False, True], ids=["run as a whole", "run in part"])
+def test_one_that_comes_out_with_other_bits_is_kept(skips: bool, x: torch.Tensor) -> None:
+    """Nothing else that the layer saves depends on it, so all else is recomputed."""
+    layer = Scaled(skips=skips)
+
+    def run(start: int) -> torch.Tensor:
+        ROWS[0] = start
+        one_step([layer], x)
+        return x.grad
+
+    starts = range(0, 50, 10)
+    expected = [run(start) for start in starts]
+    with offload.offload_layers([layer], 0, policies={"*": "recompute"}, min_bytes="256KiB") as handle:
+        assert all(torch.equal(one, run(start)) for one, start in zip(expected, starts, strict=True))
+        regions = handle.regions(0)
+    assert {policy for name, policy in regions.items() if "row" not in name} == {"recompute"}
