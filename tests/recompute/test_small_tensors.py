@@ -117,3 +117,24 @@ def test_one_that_comes_out_with_other_bits_is_kept(skips: bool, x: torch.Tensor
         assert all(torch.equal(one, run(start)) for one, start in zip(expected, starts, strict=True))
         regions = handle.regions(0)
     assert {policy for name, policy in regions.items() if "row" not in name} == {"recompute"}
+
+
+def test_memory_that_nothing_is_written_into_is_no_reason_to_run_a_layer_in_forward(x: torch.Tensor) -> None:
+    """A second run skips that it is allocated, and hands nothing over: there is nothing to be compared."""
+    runs = [0]
+
+    class Empty(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            runs[0] += 1
+            x.new_empty(0)  # as a tiled MLP has it
+            return x.sin().tanh()
+
+    layer = Empty()
+    one_step([layer], x)
+    expected = x.grad
+    with offload.offload_layers([layer], 0, policies={"*": "recompute"}, min_bytes="256KiB"):
+        one_step([layer], x)
+        runs[0] = 0
+        one_step([layer], x)
+    assert torch.equal(expected, x.grad)
+    assert runs[0] == 2
