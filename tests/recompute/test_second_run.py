@@ -662,6 +662,7 @@ def _settings() -> tuple[Any, ...]:
         torch.backends.cuda.cudnn_sdp_enabled(),
         torch.backends.cudnn.enabled,
         torch.backends.cudnn.deterministic,
+        torch.backends.cudnn.benchmark,
         torch.backends.mkldnn.enabled,
         torch.get_float32_matmul_precision(),
         torch.empty(()).device,
@@ -720,7 +721,7 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     "warn only": lambda: _deterministic(True, True),
     "math": lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
     "meta": lambda: torch.device("meta"),
-    "cudnn": lambda: torch.backends.cudnn.flags(enabled=False, deterministic=True),
+    "cudnn": lambda: torch.backends.cudnn.flags(enabled=False, deterministic=True, benchmark=True),
     "mkldnn": _without_mkldnn,
     "precision": _precision,
     "mode": OtherSine,
@@ -734,6 +735,20 @@ def _both(one: Any, other: Any) -> Iterator[None]:
         yield
 
 
+class SineInBackward(torch.autograd.Function):
+    """Its backward runs under the settings around backward, also behind a second run of its layer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * torch.sin(x)
+
+
 @pytest.mark.parametrize("around_backward", [False, True], ids=["around forward", "around backward"])
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=list(SETTINGS))
 def test_settings_are_those_of_the_forward(setting: Callable[[], Any], around_backward: bool, lab: Lab) -> None:
@@ -741,7 +756,7 @@ def test_settings_are_those_of_the_forward(setting: Callable[[], Any], around_ba
 
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         seen.append(_settings())
-        return torch.sin(F.scaled_dot_product_attention(x, x + 1, x + 2) @ w).float() * x
+        return SineInBackward.apply(torch.sin(F.scaled_dot_product_attention(x, x + 1, x + 2) @ w).float() * x)
 
     layers, x = functions(function, lab)
 
@@ -762,6 +777,25 @@ def test_settings_are_those_of_the_forward(setting: Callable[[], Any], around_ba
             assert_same(expected, run())
             assert len(seen) >= 2 * LAYERS
             assert len(set(seen)) == 1
+
+
+def test_a_precision_that_one_backend_has_around_forward(lab: Lab) -> None:
+    """Then PyTorch tells none for all backends."""
+    layers, x = build("decoder", LAYERS, lab.device)
+    options = torch.backends.mkldnn.matmul
+    before = options.fp32_precision
+    with offloaded(layers, lab) as handle:
+        for _ in range(2):
+            options.fp32_precision = "bf16"
+            try:
+                with pytest.raises(RuntimeError, match="precision"):
+                    torch.get_float32_matmul_precision()
+                y = through(layers, x)
+            finally:
+                options.fp32_precision = before
+            loss_of(y).backward()
+        assert "recompute" in handle.regions(0).values()
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_autocast_inside_the_layer_keeps_casts_where_another_surrounds_it(lab: Lab) -> None:

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import prune
 
-from offload import HostMemoryError, StreamedWeights, record_timeline, stream_weights
+from offload import HostMemoryError, StreamedWeights, record_timeline, stream_optimizer, stream_weights
 from offload.base.tensors import aligned
 from offload.host import page_locked as pinned
 from offload.weights.gradients import GradientWriter
@@ -125,8 +125,11 @@ class TwoParts(nn.Module):
         raise ValueError("stop")
 
 
+@pytest.mark.parametrize("steps", [False, True], ids=["", "without a step in backward"])
 @pytest.mark.parametrize("earlier", [0, 1], ids=["", "after another microbatch"])
-def test_a_failed_backward_leaves_the_gradients_that_are_complete(earlier: int, device: torch.device) -> None:
+def test_a_failed_backward_leaves_the_gradients_that_are_complete(
+    earlier: int, steps: bool, device: torch.device
+) -> None:
     def run() -> list[torch.Tensor | None]:
         for _ in range(earlier):
             loss_of(forward(layers, x)).backward()
@@ -140,7 +143,10 @@ def test_a_failed_backward_leaves_the_gradients_that_are_complete(earlier: int, 
     expected, whole = run(), gradients(layers, x)
     layers.zero_grad()
     assert [gradient is None for gradient in expected] == [not earlier] * 6 + [False] * 10
-    with stream_weights(layers, device) as handle:
+    with stream_weights(layers, device) as handle, ExitStack() as stack:
+        if steps:
+            optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+            stack.enter_context(stack.enter_context(stream_optimizer(optimizer, in_backward=True)).no_step())
         assert_same(expected, run())
         assert_as_before(handle, layers, x, whole)
 
