@@ -401,6 +401,19 @@ def _modes() -> int:
     return len(_get_current_dispatch_mode_stack())
 
 
+def _is_called_by(name: str) -> bool:
+    return name in {frame.f_code.co_name for frame, _ in traceback.walk_stack(None)}
+
+
+@pytest.fixture
+def one_rank(lab: Lab) -> Iterator[None]:
+    backend, store = "gloo" if lab.device.type == "cpu" else "nccl", torch.distributed.HashStore()
+    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_collectives_run_once(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
     """What depends on them is not recomputed, and a second run that goes another way would communicate, alone.
 
@@ -417,23 +430,37 @@ def test_collectives_run_once(lab: Lab, caplog: pytest.LogCaptureFixture) -> Non
         works[-1].wait()
         return (y * total).tanh() * w.mean() - (x + 1).sin()
 
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group(
-        "gloo" if lab.device.type == "cpu" else "nccl", store=store, rank=0, world_size=1
-    )
-    try:
-        layers, x = functions(function, lab)
-        expected = step(layers, x)
-        with offloaded(layers, lab) as handle:
-            for _ in range(3):
-                assert_same(expected, step(layers, x))
-            assert handle.regions(0)["mean"] == "offload"
-            assert handle.regions(0)["tanh"] == "recompute"
-            assert len([line for line in caplog.messages if "layer 1 does not recompute mean:" in line]) == 1
-            with pytest.raises(RuntimeError, match="would communicate once more"):
-                step(layers, x, way.turn)
-    finally:
-        torch.distributed.destroy_process_group()
+    layers, x = functions(function, lab)
+    expected = step(layers, x)
+    with offloaded(layers, lab) as handle:
+        for _ in range(3):
+            assert_same(expected, step(layers, x))
+        assert handle.regions(0)["mean"] == "offload"
+        assert handle.regions(0)["tanh"] == "recompute"
+        assert len([line for line in caplog.messages if "layer 1 does not recompute mean:" in line]) == 1
+        with pytest.raises(RuntimeError, match="would communicate once more"):
+            step(layers, x, way.turn)
+
+
+@pytest.mark.usefixtures("one_rank", "nothing_recomputed")
+def test_collectives_run_once_where_the_device_has_no_memory_to_prove_a_second_run(lab: Lab) -> None:
+    """Backward, which may run them on other ranks at another time, does not prove it either."""
+    works = list[Any]()
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        if _is_called_by("prove_hand_over"):
+            raise torch.OutOfMemoryError("no memory is left for a second run")
+        total = x.detach().mean()
+        works.append(torch.distributed.all_reduce(total))
+        return (x * total).tanh() * w.mean()
+
+    layers, x = functions(function, lab)
+    expected = step(layers, x)
+    with offloaded(layers, lab):
+        for _ in range(3):
+            works.clear()
+            assert_same(expected, step(layers, x))
+        assert len(works) == LAYERS
 
 
 class Switched(nn.Module):
@@ -1011,6 +1038,28 @@ def test_what_differs_is_kept_and_what_is_behind_it_is_recomputed(
     assert (seen.times["tanh"], seen.times["exp"]) == (1, 1)
     assert not seen.times["offload_tests::counted"]
     assert len([line for line in caplog.messages if "comes out with other bits" in line]) == 1
+
+
+def test_all_that_differs_is_kept_where_the_device_has_no_memory_to_find_its_origin(
+    lab: Lab, unplanned: set[str]
+) -> None:
+    unplanned.add("comes out with other bits")
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        if _is_called_by("_origins"):
+            raise torch.OutOfMemoryError("no memory is left for a second run")
+        return counted(x * 2).sin().tanh() - (x + 1).sin()
+
+    layers, x = functions(function, lab)
+    found = []
+    for handle in (None, offloaded(layers, lab)):
+        with handle or contextlib.nullcontext():
+            for _COUNT[0] in (0, 0):
+                y = layers[0](x)
+                found.append(gradients(leaves_of(layers[:1], x), loss_of(y).backward))
+            regions = {} if handle is None else handle.regions(0)
+    assert_same(found[0] + found[1], found[2] + found[3])
+    assert (regions["tanh"], regions["add"]) == ("offload", "recompute")
 
 
 def test_what_differs_in_a_forward_that_takes_another_way_raises(lab: Lab, unplanned: set[str]) -> None:
@@ -1992,7 +2041,7 @@ def test_a_device_without_memory_for_a_second_run_in_forward_is_asked_again(wher
 
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         runs.append(any(isinstance(mode, HandOver) for mode in _get_current_dispatch_mode_stack()))
-        if way.now and where in {frame.f_code.co_name for frame, _ in traceback.walk_stack(None)}:
+        if way.now and _is_called_by(where):
             raise torch.OutOfMemoryError("no memory is left for a second run")
         return (x + 1).sin().cos() * w.mean()
 
