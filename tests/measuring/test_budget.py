@@ -387,6 +387,8 @@ def test_an_input_that_all_layers_share_counts_once(share: float, lab: Lab) -> N
         assert peak == pytest.approx(handle.plan.peak_bytes, rel=0.02)
         if share < 1:
             assert 0 < handle.stats().pinned_bytes == handle.plan.host_bytes
+        for layer in handle.plan.profile.layers:
+            assert [one.nbytes for one in layer.regions if one.name.startswith("input")] == [x.nbytes, 0]
         assert "0 B" not in str(handle.plan).partition("step")[0]  # what costs nothing is left out
 
 

@@ -2370,3 +2370,24 @@ def test_what_was_recomputed_is_freed_once_its_operation_has_read_it(lab: Lab) -
         freed.clear()
         assert_same(step(layers, x), expected)
     assert freed == [True] * LAYERS
+
+
+def test_what_was_kept_is_freed_once_the_second_run_has_read_it(lab: Lab) -> None:
+    """Also while other dropped tensors of the layer are still to be asked for."""
+    made: dict[int, StorageWeakRef] = {}
+    freed: list[bool] = []
+
+    def function(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        kept = x.tanh().sin()
+        if kept.grad_fn is not None and torch._C._current_graph_task_id() == -1:
+            made[id(weight)] = StorageWeakRef(kept.untyped_storage())
+            kept.grad_fn.register_prehook(lambda *_: freed.append(made[id(weight)].expired()))
+        return (kept.cos() * weight.mean()).exp()
+
+    layers, x = functions(function, lab)
+    expected = step(layers, x)
+    with offloaded(layers, lab, {"sin": "keep", "*": "recompute"}):
+        for _ in range(3):  # learned, proven, and followed
+            freed.clear()
+            assert_same(step(layers, x), expected)
+    assert freed == [True] * LAYERS
