@@ -806,6 +806,28 @@ def test_settings_are_those_of_the_forward(setting: Callable[[], Any], around_ba
             assert len(set(seen)) == 1
 
 
+def test_what_each_default_device_makes_of_a_layer_is_learned_once(lab: Lab) -> None:
+    runs = list[torch.device]()
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        runs.append(torch.get_default_device())
+        y = (x @ w).sin()
+        return (y.cos().mul(2) if runs[-1].type == "meta" else y.exp()).tanh()
+
+    layers, x = functions(function, lab)
+
+    def run(kind: str) -> list[torch.Tensor]:
+        with torch.device(kind):
+            return step(layers, x)
+
+    expected = {kind: run(kind) for kind in ("cpu", "meta")}
+    with offloaded(layers, lab):
+        for kind in ("cpu", "meta", "cpu"):
+            runs.clear()
+            assert_same(expected[kind], run(kind))
+    assert len(runs) == 2 * LAYERS
+
+
 def test_a_precision_that_one_backend_has_around_forward(lab: Lab) -> None:
     """Then PyTorch tells none for all backends."""
     layers, x = build("decoder", LAYERS, lab.device)
