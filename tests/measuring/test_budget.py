@@ -693,6 +693,19 @@ def test_microbatches_before_the_first_backward(lab: Lab) -> None:
         assert handle.plan is not None
 
 
+def test_layers_are_timed_before_the_first_step_in_backward_while_no_microbatch_makes_one(lab: Lab) -> None:
+    layers, x = build("mlp", LAYERS, lab.device)
+    optimizer = torch.optim.SGD(layers.parameters(), lr=1e-3, momentum=0.9)
+    with (
+        offload.stream_optimizer(optimizer, in_backward=True) as streamed,
+        budgeted(layers, lab, "1GiB") as handle,
+        streamed.no_step(),
+    ):
+        for _ in range(3):
+            through(layers, x * 1).square().mean().backward()
+        assert handle.state == "following"
+
+
 def test_a_budget_that_the_loss_breaks_names_what_is_outside_of_the_layers(lab: Lab) -> None:
     """The loss is timed between forward and backward, and its memory does not count as missing."""
     layers, x = build("mlp", LAYERS, lab.device)
