@@ -309,8 +309,7 @@ class FollowPlan(HookedLayers):
         alike = not largest.profile.calls or len(self._inputs.sides) == len(self._timed_inputs.sides)
         size = rounded_up(size, self._planned) if alike else self._planned
         if (key := frozenset(size.items())) not in self._plans:
-            profile, missing_bytes = self._costs.at(size)
-            known = self._costs.beside(profile, missing_bytes, self._counted_gradients)
+            known = self._costs.beside(*self._costs.at(size), self._counted_gradients)
             self._plans[key] = relaxed(largest, known, (1 - RESERVE) * self._budget)
         return self._plans[key]
 
@@ -400,6 +399,7 @@ class FollowPlan(HookedLayers):
     def _plan_for(self, size: Size) -> None:
         with ExitStack() as undo:  # a warning may be an error for the program, which does not run these inputs then
             undo.callback(vars(self).update, {**vars(self)})
+            undo.callback(self._costs.uncover, self._planned)
             self._planned, self._said, self._counted_gradients = size, False, self._planned_gradients
             self._make_plan()
             undo.pop_all()

@@ -148,6 +148,10 @@ class CostsBySize:
         """Count these inputs to the largest from here on."""
         self._covered.append(inputs)
 
+    def uncover(self, planned: Size) -> None:
+        """Count inputs beyond what is planned no more to the largest: the program has refused them."""
+        self._covered = [one for one in self._covered if is_within(self.size_of(one), planned)]
+
     @property
     def largest(self) -> Size:
         """Of everything that bytes grow with, the most that inputs have had."""

@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -222,6 +223,39 @@ def test_longer_inputs_are_measured_where_gradients_are_the_most_of_shorter_ones
     assert states == [*["measuring"] * 4, "following", "measuring", "following"]
     for number in (4, 6):
         assert peaks[number] <= plans[number] <= 1.06 * peaks[number]
+
+
+class Refusals:
+    """A training of :class:`Wide` layers for which a warning is an error: it goes on with other inputs then."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.layers, self.device = nn.ModuleList(Wide() for _ in range(6)).to(lab.device), lab.device
+
+    def said(self, length: int, held_bytes: int = 0) -> str:
+        """What is said of a step that holds so much outside of the layers."""
+        self.layers.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            try:
+                y = through(self.layers, torch.rand(length, 64, device=self.device))
+                held = torch.empty(held_bytes, dtype=torch.uint8, device=self.device)
+                loss_of(y).backward()
+                del held
+            except UserWarning as error:
+                return re.sub(" with .* of host memory", "", str(error))
+        return ""
+
+
+def test_inputs_that_were_measured_and_are_refused_then_refuse_no_others(lab: Lab) -> None:
+    training, lengths = Refusals(lab), (200, 200, 320, 320, 500, 3000)
+    with budgeted(training.layers, lab, 3_500_000) as handle:
+        assert [training.said(length) for length in lengths] == [""] * len(lengths)
+        assert handle.state == "measuring"
+        assert "cannot be met" in training.said(3000)
+        assert [training.said(length) for length in (640, 640)] == ["", ""]
+        assert "was broken" in training.said(640)  # by what was measured, and that once
+        assert training.said(640) == ""
+        assert "cannot be met" in training.said(3000)
 
 
 def test_a_handle_tells_its_plan_with_what_microbatches_took(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
