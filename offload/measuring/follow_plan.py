@@ -398,7 +398,7 @@ class FollowPlan(HookedLayers):
 
     def _plan_for(self, size: Size) -> None:
         with ExitStack() as undo:  # a warning may be an error for the program, which does not run these inputs then
-            undo.callback(vars(self).update, {**vars(self)})
+            undo.callback(vars(self).update, vars(self) | {"_peak_bytes": 0, "_ran_all": False})  # which have counted
             undo.callback(self._costs.uncover, self._planned)
             self._planned, self._said, self._counted_gradients = size, False, self._planned_gradients
             self._make_plan()

@@ -258,6 +258,17 @@ def test_inputs_that_were_measured_and_are_refused_then_refuse_no_others(lab: La
         assert "cannot be met" in training.said(3000)
 
 
+@pytest.mark.filterwarnings("ignore:memory_budget = .* was broken")  # said at the end
+def test_inputs_that_are_refused_again_need_as_much_as_the_first_time(lab: Lab) -> None:
+    """Also where the microbatch before had broken the budget, which counts once."""
+    training = Refusals(lab)
+    with budgeted(training.layers, lab, 4_000_000):
+        assert [training.said(*one) for one in ((400,), (400,), (640,), (640,), (640, 2_500_000))] == [""] * 5
+        first, *again = [training.said(1000) for _ in range(3)]
+        assert "cannot be met" in first
+        assert again == [first] * 2
+
+
 def test_a_handle_tells_its_plan_with_what_microbatches_took(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU they are not timed, as copies and compute share the cores: half as long again is given here."""
     layers, x = build("decoder", LAYERS, lab.device)
