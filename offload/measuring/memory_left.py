@@ -193,13 +193,12 @@ class DeviceLeft(GivenMemory):
 
 def bytes_of_gradients(parameters: Iterable[torch.Tensor], device: torch.device) -> int:
     """The gradients that parameters have on a device; of sharded ones, this rank's part, and sparse ones as nothing."""
-    found = 0  # each microbatch asks for all of them: a loop takes half the time of generators
-    for parameter in parameters:
+    found = 0
+    for parameter in parameters:  # of all of them in each microbatch: a loop takes less time than generators
         gradient = parameter.grad if parameter.is_leaf else None
-        # An alias would wait for its step.
         if gradient is None or isinstance(gradient, FreedGradient) or gradient.device != device:
             continue
-        if gradient.layout is torch.strided:  # a plain one is its own part
+        if gradient.layout is torch.strided:  # a plain one is its own part: an alias would wait for its step
             found += (local(gradient) if hasattr(gradient, "to_local") else gradient).nbytes
     return found
 
