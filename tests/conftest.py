@@ -36,6 +36,8 @@ def pytest_report_header() -> str:
 
 # What is imported until all tests are collected stays; to look through it again and again takes a second.
 gc.disable()
+# Half of what looking through costs afterwards would be for the 700 newest objects.
+gc.set_threshold(10_000)
 
 
 @pytest.hookimpl(wrapper=True)
