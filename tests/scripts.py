@@ -33,13 +33,15 @@ STRICT = ["-W", "error", "-W", "ignore::SyntaxWarning", "-W", "ignore:invalid es
 TORCH = (
     "torch",
     "torch._dynamo",
+    "torch._inductor.compile_fx",
     "torch.distributed.pipelining",
     "torch.distributed.tensor",
     "matplotlib.figure",
     "pytest",
     "offload",
 )
-"""What training in several processes imports in any case, and much of it any optimizer; what draws, and what tests.
+"""What training in several processes imports in any case, and much of it any optimizer; what compiles, what draws, and
+what tests.
 
 The library itself, last: each of fifty scripts would read it anew, and make objects of all its code.
 """
