@@ -252,7 +252,7 @@ class FollowPlan(HookedLayers):
             return
         self._gradient_bytes, self._peak_bytes = gradient_bytes, self._peak_bytes if largest is None else 0
         self._watches = self._watches or self._stage == "learning"
-        if self._watches and not (self.plan is not largest and self._peak.costs_time):
+        if self._watches:
             # What nobody has counted that was there when the microbatch began would not be seen to be freed.
             self._proves = self._proves or not self._counted
             self._peak.start()
