@@ -291,7 +291,7 @@ def test_a_plan_that_is_too_tight_is_made_again_although_smaller_inputs_come_in_
             return x + Squares.apply(self.up(x).tanh().sin().exp().tanh())
 
     layers, budget, peaks = nn.ModuleList(Block() for _ in range(12)), 260_000, []
-    with budgeted(layers, lab, budget) as handle, warnings.catch_warnings():
+    with budgeted(layers, lab, budget), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for length in (16, 16, 20, 30, 30, *[190, 30] * 6):
             with offload.memory_meter(lab.device) as meter:
