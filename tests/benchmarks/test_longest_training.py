@@ -46,7 +46,7 @@ class Prepared:
     """Stands for the handle of a training with 1,000 bytes for activations."""
 
     plan = SimpleNamespace(fits=True)
-    activations = plan
+    activations: Any = plan
 
     def __enter__(self) -> Prepared:
         return self
@@ -97,6 +97,15 @@ def test_tries_shorter_ones_after_a_step_that_ran_out_of_memory() -> None:
 def test_an_error_of_a_short_step_is_raised() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         rows_of(Training(most=905, fails_from=9))
+
+
+def test_a_length_that_would_be_measured_before_it_has_a_plan_is_not_trained_on() -> None:
+    training = Training(most=905)
+    prepared = Prepared()
+    prepared.activations = None  # as while a length is measured, which was given up instead
+    *_, row = Search(training, lambda: prepared, 60.0).rows()
+    assert row["longest_tokens"] == max(training.steps) < 905
+    assert row["said"] == "may be too much, and would be measured"
 
 
 def test_no_longer_one_is_known_where_all_have_a_plan() -> None:
