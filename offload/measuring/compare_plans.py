@@ -46,9 +46,7 @@ class ComparePlans:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._ratios: defaultdict[Among, list[float]] = defaultdict(list)
-        """By how much longer than predicted the microbatches of each kind of plan were at least."""
-        self._typical: defaultdict[Among, list[float]] = defaultdict(list)
-        """By how much longer than predicted each of these microbatches was."""
+        """By how much longer than predicted each measured microbatch of each kind of plan was."""
         self._plans: Mapping[Among, Plan] = {}
         self._kind = Among.REGIONS
         self._left = 0  # how many microbatches of this plan are still to come before the first that is measured
@@ -62,7 +60,7 @@ class ComparePlans:
 
     @property
     def measures(self) -> bool:
-        return bool(self._plans) and len(self._ratios[self._kind]) < MEASUREMENTS
+        return bool(self._plans) and len(self._ratios[self._kind]) < MEASUREMENTS * MEASURED
 
     def best(self, plans: Mapping[Among, Plan], elements: float) -> Plan:
         """The plan with the shortest expected step, of plans for inputs of so many elements. It is followed next."""
@@ -74,7 +72,7 @@ class ComparePlans:
 
     def as_measured(self, plan: Plan | None) -> Plan | None:
         """The plan that is followed, with seconds corrected by what microbatches have taken so far."""
-        ratios = self._typical[self._kind] or [*chain(*self._typical.values())]
+        ratios = self._ratios[self._kind] or [*chain(*self._ratios.values())]
         if plan is None or not ratios:
             return plan
         slower = statistics.median(ratios)
@@ -111,7 +109,7 @@ class ComparePlans:
             # Only the host can be faster than it was measured: what the device computes takes what it took.
             least_s = max(_layers_s(found) * OPTIMISM, _layers_s(found) - found.host_s)
             return least_s * min([1.0, *chain(*self._ratios.values())])
-        return _layers_s(found) * min(ratios) * (HOPE if len(ratios) < MEASUREMENTS else 1.0)
+        return _layers_s(found) * min(ratios) * (HOPE if len(ratios) < MEASUREMENTS * MEASURED else 1.0)
 
     def _decide(self) -> Plan | None:
         """Another plan, if that is expected to take less than this one was measured to take."""
@@ -119,10 +117,8 @@ class ComparePlans:
         predicted_s = _layers_s(self._plans[now])
         seconds = self._backend.seconds((begin, end) for _, begin, end in self._marks)
         scaled = [scale * one_s for (scale, *_), one_s in zip(self._marks, seconds, strict=True)]
-        took_s, known = min(scaled), predicted_s > 0
-        self._ratios[now].append(took_s / predicted_s if known else 1.0)
-        self._typical[now] += [one_s / predicted_s for one_s in scaled if known]
-        seconds_each = format_s(took_s), format_s(predicted_s)
+        self._ratios[now] += [one_s / predicted_s if predicted_s > 0 else 1.0 for one_s in scaled]
+        seconds_each = format_s(min(scaled)), format_s(predicted_s)
         _logger.info("a microbatch takes %s, predicted %s, by a plan among %s", *seconds_each, now.name.lower())
         best = self.best(self._plans, self._elements)
         return best if self._kind is not now else None

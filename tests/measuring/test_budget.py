@@ -307,7 +307,7 @@ def test_a_handle_tells_its_plan_with_what_microbatches_took(lab: Lab, monkeypat
         for _ in range(3):
             step_gradients(layers, x)
         predicted = handle.plan
-        monkeypatch.setattr(handle._hooks._compare, "_typical", defaultdict(lambda: [1.5]))
+        monkeypatch.setattr(handle._hooks._compare, "_ratios", defaultdict(lambda: [1.5]))
         corrected = handle.plan
     pairs = zip(predicted.profile.layers, corrected.profile.layers, strict=True)
     assert all((two.forward_s, two.backward_s) == (1.5 * one.forward_s, 1.5 * one.backward_s) for one, two in pairs)
