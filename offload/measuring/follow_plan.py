@@ -113,8 +113,7 @@ class FollowPlan(HookedLayers):
         self._new_gradients: list[int] = []  # bytes of each layer's gradients that the timed microbatch allocates
         self._planned: Size = {}  # of inputs that the plan is for
         self._plans: dict[Hashable, Plan] = {}  # by the sizes of inputs: for the planned size, and for smaller ones
-        # The most in the last microbatch above what there was when its step began, and gradients then, if they count.
-        self._peak_bytes = self._gradient_bytes = 0
+        self._peak_bytes = self._gradient_bytes = 0  # the last microbatch's most; its gradients before, if they count
         self._learning = 0, 0  # the most in the layers of a microbatch that learned, and the elements of its inputs
         self._planned_gradients = 0  # those that a microbatch is planned to begin with: the most so far
         self._timed_gradients = self._counted_gradients = 0  # those with which one was timed, and that the plan counts
@@ -366,7 +365,8 @@ class FollowPlan(HookedLayers):
             return
         self._stage, self._planned = "following", {}
         if not ended or self._learned != self._learned_then:
-            self._times.start(self._peak, paused=True)  # its times are no use
+            self._timed_inputs = self._costs.last_timed  # as its times are no use
+            self._times.start(self._peak, paused=True)
             end_second_runs(self._policies)
             return
         regions = self._costs.regions_at(self._timed_inputs)

@@ -117,6 +117,11 @@ class CostsBySize:
         self._more_bytes = 0.0
         self.cover(inputs)
 
+    @property
+    def last_timed(self) -> Inputs:
+        """The inputs of the last timing; of no size, if there is none."""
+        return self._timed[-1].inputs if self._timed else Inputs(1, ())
+
     def forget_times(self) -> None:
         self._timed, self._covered = [], []
 

@@ -258,6 +258,22 @@ def test_inputs_that_were_measured_and_are_refused_then_refuse_no_others(lab: La
         assert "cannot be met" in training.said(3000)
 
 
+def test_inputs_that_were_cut_off_while_they_were_measured_are_not_taken_to_fit(lab: Lab) -> None:
+    """The program has run out of memory, perhaps, and goes on with shorter ones: these are too much all the same."""
+
+    def cut_off(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    training = Refusals(lab)
+    with budgeted(training.layers, lab, 3_500_000) as handle:
+        assert [training.said(length) for length in (200, 200, 320, 320, 500)] == [""] * 5
+        with pytest.raises(torch.OutOfMemoryError), training.layers[0].up.register_forward_pre_hook(cut_off):
+            training.said(12_000)
+        assert handle.state == "measuring"
+        assert training.said(500) == ""
+        assert "cannot be met" in training.said(1500)
+
+
 @pytest.mark.filterwarnings("ignore:memory_budget = .* was broken")  # said at the end
 def test_inputs_that_are_refused_again_need_as_much_as_the_first_time(lab: Lab) -> None:
     """Also where the microbatch before had broken the budget, which counts once."""
