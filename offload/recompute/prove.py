@@ -68,7 +68,7 @@ def on_host(tensors: Iterable[torch.Tensor], lend: Lend) -> Iterator[None]:
     tensors = [one for one in tensors if memories_of([one])]
     memories = memories_of(tensors)
     places = [(one, address_of(one.untyped_storage()), geometry_of(one)) for one in tensors]
-    device = tensors[0].device if tensors else None
+    devices = {address: memory.device for address, memory in memories.items()}  # kernels read some of the host's
     with lend([memory.nbytes() for memory in memories.values()]) as lent:
         copies = {address: lent.pop(0).copy_(memory) for address, memory in memories.items()}
         held = {address: weakref.ref(memory) for address, memory in memories.items()}
@@ -83,7 +83,7 @@ def on_host(tensors: Iterable[torch.Tensor], lend: Lend) -> Iterator[None]:
                 memory = held[address]()
                 if memory is None:
                     try:  # by an operation, as a memory meter sees no other memory
-                        empty = torch.empty(copy.nbytes(), dtype=torch.uint8, device=device)
+                        empty = torch.empty(copy.nbytes(), dtype=torch.uint8, device=devices[address])
                     except torch.OutOfMemoryError:  # the pool has the copy's memory back
                         lost, empty = lost + copy.nbytes(), torch.empty(copy.nbytes(), dtype=torch.uint8, device="cpu")
                     memory = empty.untyped_storage().copy_(copy)
