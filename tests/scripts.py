@@ -166,7 +166,10 @@ def _serve(answers: int) -> dict[str, Any]:
         imported, request = map(json.loads, line.split("\t"))
         if missing := [name for name in imported if name not in sys.modules]:
             for name in missing:
-                importlib.import_module(name)
+                with warnings.catch_warnings():
+                    if name != "offload":  # PyTorch's compiler imports what PyTorch's own decorator warns of
+                        warnings.simplefilter("ignore")
+                    importlib.import_module(name)
             # A fork that looked through all this, if only to end, would copy it: a second each.
             gc.collect()
             gc.freeze()
