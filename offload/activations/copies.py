@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 
 import torch
@@ -174,9 +174,10 @@ class Transfers:
     @contextmanager
     def lend(self, sizes: Sequence[int]) -> Iterator[list[torch.UntypedStorage]]:
         """Host memory of these sizes, pinned if there is so much: else copies take ten times as long, and more."""
-        try:
+        buffers = None
+        with suppress(HostMemoryError):
             buffers = self.pool.take_whole(sizes, self.max_host_bytes)
-        except HostMemoryError:
+        if buffers is None:  # not in a handler: since Python 3.12, an error in the block would hold itself, and tensors
             yield [*map(torch.UntypedStorage, sizes)]
             return
         try:
