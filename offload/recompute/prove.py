@@ -68,7 +68,7 @@ def on_host(tensors: Iterable[torch.Tensor], lend: Lend) -> Iterator[None]:
     tensors = [one for one in tensors if memories_of([one])]
     memories = memories_of(tensors)
     places = [(one, address_of(one.untyped_storage()), geometry_of(one)) for one in tensors]
-    devices = {address: memory.device for address, memory in memories.items()}  # kernels read some of the host's
+    devices = {address: memory.device for address, memory in memories.items()}  # attention reads its seed on the CPU
     with lend([memory.nbytes() for memory in memories.values()]) as lent:
         copies = {address: lent.pop(0).copy_(memory) for address, memory in memories.items()}
         held = {address: weakref.ref(memory) for address, memory in memories.items()}
