@@ -129,7 +129,7 @@ class Search:
         while failed is None or failed > self.grain:
             with self.prepare() as self.prepared:
                 longest, refused = self._longest_planned(failed)
-                failed = refused if failed is None else failed
+                failed = failed if refused is None else refused
                 found = None
                 for found in self._train(longest):
                     if found is not None:

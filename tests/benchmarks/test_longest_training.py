@@ -94,6 +94,18 @@ def test_tries_shorter_ones_after_a_step_that_ran_out_of_memory() -> None:
     assert row["binds"] == "device"
 
 
+def test_names_the_shortest_that_has_no_plan_also_after_a_step_that_ran_out_of_memory() -> None:
+    class Sobered(Training):
+        def step(self, tokens: int) -> float:
+            if tokens >= self.fails_from:
+                self.most = 800  # of another handle
+            return super().step(tokens)
+
+    *_, row = rows_of(Sobered(most=905, fails_from=890))
+    assert (row["longest_tokens"], row["shortest_failed_tokens"]) == (800, 804)
+    assert (row["said"], row["binds"]) == (REFUSED, "device and host")
+
+
 def test_an_error_of_a_short_step_is_raised() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         rows_of(Training(most=905, fails_from=9))

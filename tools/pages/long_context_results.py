@@ -129,7 +129,7 @@ def longest_table(_page: Path) -> str:
     told = markdown_table(shown, left=1, answer=[ways[way] for way in ("inputs", "streamed", "adamw") if way in ways])
     said = _where([row for ways in rows.values() for row in ways.values()])
     if "adamw" in ways:
-        said += " With AdamW: whole steps by `prepare` (`benchmarks.recipe --longest`)."
+        said += " With AdamW: whole steps by `prepare`, the longest with a plan (`benchmarks.recipe --longest`)."
     return f"{said}\n\n{told}\n"
 
 
