@@ -128,6 +128,13 @@ class ChunkStepper:
             raise RuntimeError("the optimizer must be there while it is streamed, but it is gone; keep it.")
         return found
 
+    @property
+    def torn_message(self) -> str:
+        return (
+            f"parameters and optimizer state must belong to one step, but {self.torn}; load both from a checkpoint, by "
+            "load_state_dict."
+        )
+
     def settle(self) -> None:
         """Block until no copy to the host runs."""
         copied = self.last_copy
@@ -145,10 +152,7 @@ class ChunkStepper:
         Raises if a step was cut off in the middle: some parameters have made it, and others have not.
         """
         if self.torn:
-            raise RuntimeError(
-                f"parameters and optimizer state must belong to one step, but {self.torn}; load both from a "
-                "checkpoint, by load_state_dict."
-            )
+            raise RuntimeError(self.torn_message)
         given, shown = self.optimizer.state, self.store.shown
         foreign = self.store.foreign(given)
         if foreign or given is not shown:

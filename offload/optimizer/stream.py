@@ -117,7 +117,7 @@ class StreamedOptimizer(Handle):
         ``on_device=False`` the state remains on the host, as it is: for what does not fit on the device, and for an
         optimizer that steps no more. Where the device or the host has too little memory, as after an error that it had
         none, the state remains there too, and a warning says so. Parameters that backward has stepped have no gradient
-        then, so that ``optimizer.step()`` does not step them again.
+        then, so that ``optimizer.step()`` does not step them again. A warning tells if only some have made their step.
         """
         stepper = self._stepper
         if stepper is None:
@@ -149,6 +149,8 @@ class StreamedOptimizer(Handle):
         if self._early is not None:
             self._early.close()
         self._stepper = None
+        if stepper.torn:  # not raised, as above, but the next handle would not know
+            warn_caller(stepper.torn_message)
 
     def __repr__(self) -> str:
         host, slots = (format_bytes(self._counters[name]) for name in ("host_bytes", "slot_bytes"))

@@ -358,6 +358,22 @@ def test_a_backward_that_fails_after_some_steps_is_told(where: str, lab: Lab) ->
     assert_same(resident(lab.device, range(5)), run.values)
 
 
+@pytest.mark.parametrize("loads", [False, True])
+def test_some_steps_are_told_when_the_handle_is_removed(loads: bool, lab: Lab) -> None:
+    """Another handle would train on with parameters of two steps, unless a checkpoint was loaded before."""
+    run = Training(lab.device, in_backward=True, chunk_bytes="4KiB")
+    run.steps(range(2))
+    saved = run.checkpoint
+    with pytest.raises(ValueError, match="stop"):
+        run.model[1:](Stop()(run.model[:1](batch(2, run.model)))).square().mean().backward()
+    message = r"must belong to one step, but backward was cut off when some parameters had made their step; load both"
+    if loads:
+        run.load(saved)
+    with nullcontext() if loads else pytest.warns(UserWarning, match=message):
+        run.handle.remove()
+    assert run.handle.state == "removed"
+
+
 def test_runs_that_are_nested_in_one_without_a_gradient(lab: Lab) -> None:
     def train(streamed: bool) -> list[torch.Tensor]:
         model = build(lab.device)
