@@ -9,13 +9,16 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import nn
 
 from offload.activations import selective
 from offload.activations.context import DEFAULT_MIN_BYTES, OffloadContext
+from offload.activations.copies import NO_HOST_MEMORY
 from offload.activations.module_hooks import HookedLayers
+from offload.activations.stats import OffloadStats
 from offload.base.checks import check_callable, check_int, format_bytes, format_s, parse_bytes
 from offload.base.layer_events import LayerListener, Turn, check_layers, listeners_on
 from offload.device.backend import Backend
@@ -180,21 +183,26 @@ def recompute_all(profile: Profile) -> list[LayerPolicy | None]:
 
 
 def recomputed_plan(profile: Profile, link: Link, memory_budget: int, max_host_bytes: int | None) -> Plan:
-    """As layers run while they are measured: everything is recomputed, and their inputs are offloaded."""
-    policies = (*recompute_all(profile),)
-    return Plan(learning_schedule(len(profile.layers)), profile, link, memory_budget, policies, max_host_bytes)
+    """As layers run while they are measured: everything is recomputed, and as many inputs as fit are offloaded."""
+    count, policies = len(profile.layers), (*recompute_all(profile),)
+    most = len(learning_schedule(count).offloaded_layers)
+    plans = (
+        Plan(Schedule.default(number, count), profile, link, memory_budget, policies, max_host_bytes)
+        for number in range(most, -1, -1)
+    )
+    return next(one for one in plans if max_host_bytes is None or one.host_bytes <= max_host_bytes)
 
 
 def learned_profile(
     policies: Sequence[LayerPolicies],
     regions: Sequence[Sequence[RegionProfile]],
     times: LayerTimes,
-    *,
-    one_backward: bool = False,
+    moved: OffloadStats | None = None,
 ) -> tuple[Profile, int]:
     """What the layers with these regions cost if nothing is recomputed, from steps in which everything is.
 
-    If all that was timed has had ``one_backward``, layers that have run several times are called so often.
+    If all that was timed has had one backward, with what it has ``moved``, layers that have run several times are
+    called so often.
 
     Returns:
         The profile of the layers that ran, and the most that these need in such a step.
@@ -220,11 +228,16 @@ def learned_profile(
         timed = [replace(region, seconds=(ratio if one.runs_again else 1.0) * region.seconds) for region in costs]
         times_s = forward_s, max(forward_s, backward_s - run_s)
         layers.append(LayerProfile.from_regions(timed, *times_s, small_bytes=one.small_bytes, host=host))
-    calls = tuple(map(times.ran.index, times.calls)) if one_backward else ()
+    calls = tuple(map(times.ran.index, times.calls)) if moved is not None else ()
     profile = Profile(tuple(map(_with_one_input, layers)) if calls else tuple(layers), times.loss_s(), calls=calls)
     num_layers = len({*learning_schedule(len(policies)).offloaded_layers} & {*times.ran})
-    profile = with_workspace(profile, times.peaks(), num_layers, recompute_all(profile))
-    recomputed = costs_of(profile, Link(1.0, 1.0, 1.0), range(num_layers), recompute_all(profile))
+    instant, inputs_alone = Link(1.0, 1.0, 1.0), recompute_all(profile)
+    found_memory = range(num_layers)
+    if moved is not None and NO_HOST_MEMORY in moved.skipped:  # inputs of the others were kept on the device
+        sent = accumulate(one.offloaded_bytes for one in costs_of(profile, instant, found_memory, inputs_alone))
+        found_memory = range(sum(nbytes <= moved.offloaded_bytes for nbytes in [*sent][:num_layers]))
+    profile = with_workspace(profile, times.peaks(), num_layers, inputs_alone, found_memory)
+    recomputed = costs_of(profile, instant, found_memory, inputs_alone)
     holds = [one.holds for one, _ in ran]
     expected = peak_bytes(recomputed, num_layers, profile.loss_bytes, profile.calls)
     pairs = zip(profile.layers, layers, strict=True)

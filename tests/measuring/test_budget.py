@@ -860,6 +860,24 @@ def test_a_budget_that_cannot_be_met_is_said_once(lab: Lab, caplog: pytest.LogCa
     assert "cannot be met, so everything is recomputed" in caplog.text
 
 
+def test_a_budget_that_cannot_be_met_is_predicted_with_the_inputs_that_find_no_host_memory(lab: Lab) -> None:
+    """They are kept on the device."""
+    layers, _ = build("decoder", 12, lab.device)
+    x = torch.rand(8, 64, WIDTH, device=lab.device, requires_grad=True)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with budgeted(layers, lab, 1024, max_host_bytes=4 * x.nbytes) as handle:
+            for _ in range(3):
+                step_gradients(layers, x)
+            with offload.memory_meter(lab.device) as meter:
+                step_gradients(layers, x)
+            assert 3 * x.nbytes <= handle.plan.host_bytes <= 4 * x.nbytes
+            assert handle.plan.peak_bytes == pytest.approx(meter.peak_bytes, rel=0.02)
+    assert {"cannot be met", "kept on the device"} <= {
+        words for one in said for words in ("cannot be met", "kept on the device") if words in str(one.message)
+    }
+
+
 def step_peak(layers: nn.ModuleList, x: torch.Tensor) -> int:
     """The most memory of a step that allocates all gradients."""
     layers.zero_grad()
