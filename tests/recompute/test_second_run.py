@@ -340,7 +340,10 @@ def test_a_parameter_that_is_stepped_before_the_layer_runs_again(arguments: dict
         return found
 
     assert_same(losses(Added), losses(Added, **arguments))
-    with pytest.raises(RuntimeError, match="which the recomputation of AddedLate reads, is at version"):
+    with (
+        pytest.raises(RuntimeError, match="which the recomputation of AddedLate reads, is at version"),
+        pytest.warns(UserWarning, match="must belong to one step, but backward was cut off"),
+    ):
         losses(AddedLate, **arguments)
 
 
