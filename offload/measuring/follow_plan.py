@@ -57,8 +57,8 @@ _logger = logging.getLogger(__name__)
 RESERVE = 0.02
 """Part of the budget that a plan leaves free unless it recomputes as the measured steps do, which do not show all."""
 SLACK = 0.005
-"""By what part of the budget a plan of checkpoints may be predicted above it: they run as the measured steps do, and
-what is predicted is up to so much too high. If that is not so, the plan is made again."""
+"""By what part of the budget a plan of checkpoints, which leaves no reserve, may be above it: else a budget as large as
+the peak of PyTorch's checkpoints would be kept by copies, for want of some bytes."""
 
 CORRECTIONS = 3  # how often a plan is made again because its peak broke the budget
 
@@ -315,10 +315,11 @@ class FollowPlan(HookedLayers):
     def _keep_to_budget(self, largest: Plan, inputs: Inputs) -> None:
         """Plan again with less if the last microbatch, which had these inputs, has broken the budget by its plan."""
         over, smaller = self._peak_bytes - self._budget, self.plan is not largest
+        allowed = SLACK * self._budget if largest.peak_bytes > (1 - RESERVE) * self._budget else 0
         if smaller and over > 0:
             _logger.info("a plan for smaller inputs needed %s: it is given up", format_bytes(self._peak_bytes))
             self._plans = {key: largest if one is self.plan else one for key, one in self._plans.items()}
-        elif over > 0 and self._corrections_left:
+        elif over > allowed and self._corrections_left:
             self._corrections_left -= 1
             self._need_more(largest)
             self._make_plan(over)
@@ -414,7 +415,6 @@ class FollowPlan(HookedLayers):
         self.missing_bytes = missing_bytes + self._counted_gradients
         budget, missing = self._as_asked(self._budget), format_bytes(self.missing_bytes)
         link, host_bytes = self._left.link(self.link), self._left.host_bytes()
-
         plans, least_bytes = {}, math.inf
         slack = SLACK if self._corrections_left == CORRECTIONS else 0.0  # what is predicted is not too high then
         for among in Among:
