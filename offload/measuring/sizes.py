@@ -183,23 +183,21 @@ class CostsBySize:
         for number, grown_bytes in enumerate(grown):
             timed = [one.like(last, number) for one in self._timed]
             # With a byte for each element, for layers without regions.
-            sizes = [
-                sum(region.nbytes for region in one.regions) + elements
-                for one, elements in zip(timed, elements_each, strict=True)
-            ]
+            pairs = zip(timed, elements_each, strict=True)
+            points = [(elements + sum(region.nbytes for region in one.regions), one) for one, elements in pairs]
             most = 1.0 if any(grown_bytes) else math.inf
             later = last.gradients[number + 1] if number + 1 < len(last.gradients) else 0  # of no size
-            found = {
-                name: _on_line(
-                    sizes, timed, sum(grown_bytes) + size[()], name, most if steep and name in WORKSPACE else 0.0, later
-                )
-                for name in OF_LAYERS
-            }
+            grown_size = sum(grown_bytes) + size[()]
+            found = {name: _on_line(name, points, grown_size) for name in OF_LAYERS}
+            if steep:
+                found |= {name: _on_line(name, points, grown_size, most, later) for name in WORKSPACE}
             longer = found["forward_s"] / timed[-1].forward_s if timed[-1].forward_s > 0 else size[()] / then[()]
             slower = _with_bytes(timed[-1].regions, grown_bytes, longer)
             layers.append(LayerProfile.from_regions(slower, host=timed[-1].host, **found))
-        values: dict[str, Any] = {name: _on_line(elements_each, profiles, size[()], name) for name in BESIDE_LAYERS}
-        missing_bytes = _on_line(elements_each, self._timed, size[()], "missing_bytes") + self._more_bytes * size[()]
+        beside = [*zip(elements_each, profiles, strict=True)]
+        values: dict[str, Any] = {name: _on_line(name, beside, size[()]) for name in BESIDE_LAYERS}
+        missing_bytes = _on_line("missing_bytes", [*zip(elements_each, self._timed, strict=True)], size[()])
+        missing_bytes += self._more_bytes * size[()]
         calls = max((one.calls for one in profiles), key=len)
         return Profile(tuple(layers), calls=calls, **values), math.ceil(missing_bytes)
 
@@ -303,14 +301,14 @@ def _powers_of(samples: dict[Inputs, Regions]) -> list[list[Powers]]:
 
 
 def _on_line(
-    sizes: Sequence[float], values: Sequence[object], size: float, name: str, steepest: float = 0.0, fixed: int = 0
+    name: str, timed: Sequence[tuple[float, object]], size: float, steepest: float = 0.0, fixed: int = 0
 ) -> float:
     """A value: on a line through two timed ones, which never falls, or in proportion if none are far apart.
 
     Beyond these two, the line is as steep as in proportion, but for what is ``fixed``, and at most ``steepest``, if it
     is not steeper itself.
     """
-    points = sorted((one, float(getattr(value, name))) for one, value in zip(sizes, values, strict=True))
+    points = sorted((one, float(getattr(value, name))) for one, value in timed)
     most, last = points[-1]
     smaller = [one for one in points if LARGER * one[0] <= most]
     before, first = smaller[-1] if smaller else (0.0, 0.0)
