@@ -108,7 +108,7 @@ class FollowPlan(HookedLayers):
         self._costs = CostsBySize()
         self.time_again = self._costs.forget_times  # in the next microbatch, as what backward needs has changed
         self._stage: Literal["learning", "timing", "following"] = "learning"
-        self._inputs = self._timed_inputs = Inputs(1, ())  # of the microbatch that began last, and of the timed one
+        self._inputs = self._timed_inputs = Inputs(1, ())  # of the microbatch that began last, and of one being timed
         self._learned = self._learned_then = [0] * len(layers)  # how often each layer had been learned when those began
         self._new_gradients: list[int] = []  # bytes of each layer's gradients that the timed microbatch allocates
         self._planned: Size = {}  # of inputs that the plan is for
@@ -140,7 +140,7 @@ class FollowPlan(HookedLayers):
     @property
     def recomputed_fits(self) -> bool:
         """Whether the timed microbatch, with everything recomputed, was within the budget, as planned ones are then."""
-        within = self._timed_all and is_within(self._planned, self._costs.size_of(self._timed_inputs))
+        within = self._timed_all and is_within(self._planned, self._costs.size_of(self._costs.last_timed))
         return within and self.measured_bytes <= self._budget
 
     @property
@@ -305,7 +305,7 @@ class FollowPlan(HookedLayers):
 
     def _plan_at(self, size: Size, largest: Plan) -> Plan:
         """The plan for inputs of this size; of the planned one where layers run again with another kind of inputs."""
-        alike = not largest.profile.calls or len(self._inputs.sides) == len(self._timed_inputs.sides)
+        alike = not largest.profile.calls or len(self._inputs.sides) == len(self._costs.last_timed.sides)
         size = rounded_up(size, self._planned) if alike else self._planned
         if (key := frozenset(size.items())) not in self._plans:
             known = self._costs.beside(*self._costs.at(size), self._counted_gradients)
@@ -366,7 +366,6 @@ class FollowPlan(HookedLayers):
             return
         self._stage, self._planned = "following", {}
         if not ended or self._learned != self._learned_then:
-            self._timed_inputs = self._costs.last_timed  # as its times are no use
             self._times.start(self._peak, paused=True)
             end_second_runs(self._policies)
             return
