@@ -13,7 +13,6 @@ import logging
 import math
 import operator
 from collections.abc import Hashable
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -397,12 +396,14 @@ class FollowPlan(HookedLayers):
             self._plan_for(self._planned)
 
     def _plan_for(self, size: Size) -> None:
-        with ExitStack() as undo:  # a warning may be an error for the program, which does not run these inputs then
-            undo.callback(vars(self).update, vars(self) | {"_peak_bytes": 0, "_ran_all": False})  # which have counted
-            undo.callback(self._costs.uncover, self._planned)
-            self._planned, self._said, self._counted_gradients = size, False, self._planned_gradients
+        before = vars(self).copy()
+        self._planned, self._said, self._counted_gradients = size, False, self._planned_gradients
+        try:
             self._make_plan()
-            undo.pop_all()
+        except BaseException:  # a warning may be an error for the program, which does not run these inputs then
+            vars(self).update(before, _peak_bytes=0, _ran_all=False)  # which have counted
+            self._costs.uncover(self._planned)
+            raise
 
     def _make_plan(self, over_bytes: int | None = None) -> None:
         """Follow a plan for inputs of the planned size, in place of one that needed so much ``over_bytes``.
