@@ -19,10 +19,10 @@ import torch
 
 from offload.base.checks import format_bytes
 from offload.base.tensors import geometry_of, look_into, plain_memory, same_bits, whole
-from offload.base.torch_private import address_of, is_compiled, without_modes
+from offload.base.torch_private import address_of, is_compiled
 from offload.device.backend import Backend
 from offload.recompute.learn import Learn, ModuleNames, Trace
-from offload.recompute.run_again import AnotherWayError, Frame, HandOver, NotReturnedError, OtherRunError, SavedCheck
+from offload.recompute.run_again import AnotherWayError, Comparison, Frame, HandOver, NotReturnedError, OtherRunError
 from offload.recompute.second_run import SecondRun
 from offload.recompute.way import Way
 
@@ -34,23 +34,14 @@ Lend = Callable[[Sequence[int]], AbstractContextManager[list[torch.UntypedStorag
 ROUNDS = 8  # so many tensors that differ are told apart from those that differ only because they are computed from them
 
 
-class _Proof(SavedCheck):
+def _comparison(
+    frame: Frame, originals: Sequence[torch.Tensor], dropped: Iterable[int], *, hand_over: bool
+) -> Comparison:
     """Compares what the second run saves with what forward has saved, as if forward had dropped some of it."""
-
-    def __init__(
-        self, frame: Frame, originals: Sequence[torch.Tensor], dropped: Iterable[int], *, hand_over: bool
-    ) -> None:
-        # Behind what depends on data, a forward may save fewer tensors than the one that was learned.
-        there = [number for number in dropped if number < len(originals)]
-        frame.dropped = {number: (originals[number].shape, originals[number].dtype) for number in there}
-        super().__init__(frame, hand_over=hand_over, to_the_end=not hand_over)
-        self.originals = originals
-        self.differing: set[int] = set()
-
-    def take(self, number: int, tensor: torch.Tensor) -> None:
-        with without_modes():  # to compare is none of the layer's operations
-            if not same_bits(tensor, self.originals[number]):
-                self.differing.add(number)
+    # Behind what depends on data, a forward may save fewer tensors than the one that was learned.
+    there = [number for number in dropped if number < len(originals)]
+    frame.dropped = {number: (originals[number].shape, originals[number].dtype) for number in there}
+    return Comparison(frame, originals, hand_over=hand_over)
 
 
 def memories_of(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
@@ -115,7 +106,7 @@ def prove_all(
     plain = [
         number for number, one in enumerate(originals) if type(one) is torch.Tensor and plain_memory(one) is not None
     ]
-    proof = _Proof(frame, originals, plain, hand_over=False)
+    proof = _comparison(frame, originals, plain, hand_over=False)
     again = Learn(ModuleNames(None), learn.outside, clock=None if backend is None else backend.mark)
     contents = {number: memory.clone() for number, memory in learn.unseen_writes.items()}
     begin = None if backend is None else backend.mark()
@@ -237,7 +228,7 @@ def _hand_over(frame: Frame, originals: Sequence[torch.Tensor], lend: Lend, *, s
 def _run_with(
     frame: Frame, originals: Sequence[torch.Tensor], pairs: list[tuple[torch.UntypedStorage, torch.UntypedStorage]]
 ) -> set[int] | None:
-    proof = _Proof(frame, originals, frame.replay.dropped, hand_over=True)
+    proof = _comparison(frame, originals, frame.replay.dropped, hand_over=True)
     same = True
     try:
         Context().run(frame.run_under, proof, HandOver(frame, proof.storages))

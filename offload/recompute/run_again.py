@@ -202,8 +202,11 @@ class Frame:
 
     def _run_once_more(self, found: dict[int, torch.Tensor]) -> None:
         """Compare what was ``found`` with what all operations compute, of which nothing is held."""
+        check = Comparison(self, found, hand_over=False)
         with self.aside(self, found.values()):
-            self.run_under(_SecondCheck(self, found), LayerMode() if self.learned else None)
+            self.run_under(check, LayerMode() if self.learned else None)
+        if check.differing:
+            raise AnotherWayError
 
     def _run(self, *, hand_over: bool) -> dict[int, torch.Tensor]:
         check = SavedCheck(self, hand_over=hand_over)
@@ -254,11 +257,10 @@ class Frame:
 class SavedCheck:
     """Compares what autograd saves while a layer runs again, and collects the tensors that forward has dropped.
 
-    The layer runs under :class:`HandOver` if ``hand_over``, and no further than to the last dropped tensor unless
-    ``to_the_end``.
+    The layer runs under :class:`HandOver` if ``hand_over``.
     """
 
-    def __init__(self, frame: Frame, *, hand_over: bool, to_the_end: bool = False) -> None:
+    def __init__(self, frame: Frame, *, hand_over: bool) -> None:
         self.frame = frame
         self.found: dict[int, torch.Tensor] = {}
         self.first_node = 0  # the number of the first autograd node of the run
@@ -271,7 +273,7 @@ class SavedCheck:
         self._missing = len(frame.dropped)
         compares = not hand_over and frame.replay.hands_over
         self._compared = frame.kept.keys() - frame.replay.unlike if compares else set()
-        self._to_the_end = to_the_end or compares
+        self._to_the_end = compares  # else the layer runs no further than to the last dropped tensor
 
     def pack(self, tensor: torch.Tensor) -> None:
         """As a pack hook; nothing is saved, as nobody goes back through this run."""
@@ -308,17 +310,19 @@ class SavedCheck:
         self.found = {number: one if one.is_leaf else one.detach() for number, one in self.found.items()}
 
 
-class _SecondCheck(SavedCheck):
-    """Compares what a run with all operations computes with what one that was handed something has computed."""
+class Comparison(SavedCheck):
+    """Finds the dropped tensors that differ from those with the same numbers among ``others``."""
 
-    def __init__(self, frame: Frame, others: dict[int, torch.Tensor]) -> None:
-        super().__init__(frame, hand_over=False)
+    def __init__(self, frame: Frame, others: Any, *, hand_over: bool) -> None:
+        super().__init__(frame, hand_over=hand_over)
+        self._to_the_end = not hand_over
         self.others = others
+        self.differing: set[int] = set()
 
     def take(self, number: int, tensor: torch.Tensor) -> None:
         with without_modes():  # to compare is none of the layer's operations
             if not same_bits(tensor, self.others[number]):
-                raise AnotherWayError
+                self.differing.add(number)
 
 
 class HandOver(LayerMode):
