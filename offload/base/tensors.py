@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from offload.base.torch_private import negated
+from offload.base.torch_private import address_of, negated
 
 ALIGNMENT_BYTES = 256  # where a tensor may start in flat memory: what CUDA's own allocator guarantees, at least
 
@@ -118,6 +118,12 @@ def plain_memory(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     except RuntimeError:  # a wrapper's
         return None
     return memory if has_memory and not (tensor.is_quantized or tensor.is_nested) else None
+
+
+def plain_address(value: object) -> int:
+    """Where the memory of a plain tensor is; 0 for all else."""
+    memory = plain_memory(value) if isinstance(value, torch.Tensor) else None
+    return 0 if memory is None else address_of(memory)
 
 
 def plain_version_counter(tensor: torch.Tensor) -> torch.Tensor:

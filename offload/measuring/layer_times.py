@@ -22,7 +22,7 @@ import torch
 from offload.activations.what_moves import Rules, offloaded_parts
 from offload.base.checks import warn_caller
 from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, compute_device, is_sharded
-from offload.base.tensors import plain_memory, tensors_in
+from offload.base.tensors import plain_address, plain_memory, tensors_in
 from offload.base.torch_private import (
     address_of,
     before_backward,
@@ -256,11 +256,11 @@ class LayerTimes(Attachment):
 
         def note(leaves: Sequence[torch.Tensor | None], gradients: Sequence[torch.Tensor | None], _: object) -> None:
             for leaf, gradient in zip(leaves, gradients, strict=False):
-                given[leaf].append(_memory_of(gradient))
+                given[leaf].append(plain_address(gradient))
 
         def compare(leaf: torch.Tensor, total: Sequence[torch.Tensor | None]) -> None:
             # Autograd adds later gradients to the first one. A leaf's hook may give other memory for the sum.
-            elsewhere = len(given[leaf]) == 1 and _memory_of(total[0]) not in (0, *given[leaf])
+            elsewhere = len(given[leaf]) == 1 and plain_address(total[0]) not in (0, *given[leaf])
             if elsewhere and not has_gradient_hooks(leaf, accumulated=False):
                 self.early.append(leaf)
 
@@ -438,9 +438,3 @@ class MeasuredLayer(LayerListener):
         mark, most_bytes = self._times.mark()
         self.peaks[phase] = max(self.peaks[phase], most_bytes)
         return mark
-
-
-def _memory_of(tensor: torch.Tensor | None) -> int:
-    """Where the memory of a gradient is; 0 if there is none."""
-    storage = None if tensor is None else plain_memory(tensor)
-    return 0 if storage is None else address_of(storage)

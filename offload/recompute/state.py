@@ -20,9 +20,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from offload.base.layer_events import compute_device, is_sharded
-from offload.base.tensors import plain_memory, tensors_in
+from offload.base.tensors import plain_address, plain_memory, tensors_in
 from offload.base.torch_private import (
-    address_of,
     are_deterministic,
     attention_kernels,
     forward_hooks,
@@ -287,14 +286,14 @@ class LayerState:
         for number, (place, value) in enumerate(zip(*before, strict=True)):
             index, key = place
             name = f"{self._names[index]}.{key}".removeprefix(".")
-            address = _address(value)
+            address = plain_address(value)
             # Batch norm does not count as a change of its statistics; compiled code is seen by its changes alone.
             if isinstance(value, torch.Tensor) and (address in clones or self._written(place, value)):
                 if isinstance(value, nn.Parameter) or address not in clones:
                     return f"forward writes into {name}"
                 self._cloned.append(place)
                 before[1][number] = clones[address]
-            elif not isinstance(value, torch.Tensor) and any(_address(one) in clones for one in tensors_in(value)):
+            elif not isinstance(value, torch.Tensor) and any(plain_address(one) in clones for one in tensors_in(value)):
                 return f"forward writes into a tensor in {name}"
             elif now.get(place, self) is not value and isinstance(value, torch.Tensor) and value.grad_fn is not None:
                 if was_read(value):
@@ -324,11 +323,6 @@ def _is_small(value: Any) -> bool:
     """Whether a value is a tensor that can be cloned before each forward."""
     plain = isinstance(value, torch.Tensor) and plain_memory(value) is not None and not value.is_inference()
     return plain and value.grad_fn is None and not value.requires_grad and value.nbytes <= SPARE_BYTES
-
-
-def _address(value: Any) -> int:
-    plain = isinstance(value, torch.Tensor) and plain_memory(value) is not None
-    return address_of(value.untyped_storage()) if plain else 0
 
 
 def contents_of(value: Any, depth: int = 8) -> Any:

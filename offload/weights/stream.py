@@ -24,9 +24,8 @@ from torch.distributed import ProcessGroup
 
 from offload.base import trace
 from offload.base.layer_events import EndOfBackward, LayerCall, LayerListener, Turn
-from offload.base.tensors import plain_memory, tensors_in
+from offload.base.tensors import plain_address, tensors_in
 from offload.base.torch_private import (
-    address_of,
     before_backward,
     before_its_error,
     in_backward,
@@ -100,8 +99,7 @@ class StreamedLayer(LayerListener):
         stream, layer = self._stream, self._layer
         tensors = list(tensors_in(output))
         for tensor in tensors:
-            memory = plain_memory(tensor)
-            if memory is not None and address_of(memory) in stream.slots.storages:
+            if plain_address(tensor) in stream.slots.storages:
                 raise RuntimeError(
                     f"{layer} must not return a parameter or a view of one, whose memory the next layer takes over; "
                     "return a clone."
