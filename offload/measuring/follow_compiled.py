@@ -230,8 +230,7 @@ def _listed(seconds: Mapping[Level, float], saved: Mapping[Level, int]) -> tuple
     for level in (Level.PRODUCTS, Level.ATTENTION, Level.NOTHING):
         if level in saved and saved[level] < saved[levels[0]]:
             levels.insert(0, level)
-    if levels[0] is not Level.NOTHING:
-        levels[0] = Level.NOTHING
+    levels[0] = Level.NOTHING
     costs = [RegionProfile(NAMES[Level.NOTHING], saved[Level.NOTHING], 0.0, recomputable=False)]
     # No level takes longer than one below, whatever the clock says.
     taken = [max(seconds[one] for one in levels[number:]) for number in range(len(levels))]

@@ -294,8 +294,7 @@ class Learn(LayerMode):
 
     def same_storage(self, number: int, other: Learn) -> bool:
         """Whether a storage of this run was seen in another run as well."""
-        address = next((address for address, known in self._numbers.items() if known == number), None)
-        return address in other._numbers
+        return [*self._numbers][number] in other._numbers
 
     def _add(self, memory: torch.UntypedStorage, time: int) -> int:
         number = self._numbers[address_of(memory)] = len(self.trace.storages)

@@ -135,11 +135,7 @@ class WeightStream:
     """The layer that computes, the backward that runs, and the work at the end of each."""
 
     def __init__(
-        self,
-        backend: Backend,
-        layers: list[WeightLayer],
-        num_slots: int,
-        group: ProcessGroup | None = None,
+        self, backend: Backend, layers: list[WeightLayer], num_slots: int, group: ProcessGroup | None = None
     ) -> None:
         hosts = list(dict.fromkeys(host for layer in layers for host in layer.parameters))
         self.device = backend.device
