@@ -44,7 +44,7 @@ tutorial: $(VENV)/tutorial.stamp
 
 # That the site builds is one of the tests.
 test:
-	$(MAKE) --jobs $(VENV)/develop.stamp browser
+	$(MAKE) --jobs $(VENV)/develop.stamp $(VENV)/bytecode.stamp browser
 	$(MAKE) --jobs --output-sync=target lint types pytest
 
 test-all:
@@ -94,6 +94,12 @@ $(VENV)/pip.stamp:
 
 $(VENV)/torch.stamp: $(VENV)/pip.stamp
 	PYTHON="$(PYTHON)" tools/get_torch.sh $(VENV) "$(TORCH)"
+	@touch $@
+
+# Bytecode of torch, beside the last pip, for the tests' processes, which begin at once and would each make it. It only
+# saves time, and may fail while a package is not all there yet.
+$(VENV)/bytecode.stamp: $(VENV)/torch.stamp
+	-$(PY) -W ignore -c "import torch.distributed.fsdp, torch.distributed.pipelining, torch._inductor.compile_fx"
 	@touch $@
 
 # What the groups name, beside torch, which takes as long: no package that torch depends on is among them.
