@@ -190,6 +190,9 @@ def begun() -> None:
 
     # Budgets measure the link of a device once in a run: each time takes a third of a second on the CPU.
     follow_plan.measure_link = functools.cache(follow_plan.measure_link)
+    # For a GPU that is not there, PyTorch notes with each seed where in the program that was: a millisecond each time.
+    if not torch.accelerator.is_available():
+        torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = torch.mtia.manual_seed_all = lambda _: None
     # Autograd's first backward decides whether devices need threads, which a forked child cannot have. Fake tensors
     # pretend that there is a GPU: a process whose first test uses some would have such threads.
     torch.ones(1, requires_grad=True).sum().backward()
