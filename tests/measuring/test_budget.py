@@ -252,9 +252,9 @@ def test_inputs_that_were_measured_and_are_refused_then_refuse_no_others(lab: La
         assert [training.said(length) for length in lengths] == [""] * len(lengths)
         assert handle.state == "measuring"
         assert "cannot be met" in training.said(3000)
-        assert [training.said(length) for length in (640, 640)] == ["", ""]
-        assert "was broken" in training.said(640)  # by what was measured, and that once
-        assert training.said(640) == ""
+        said = [one for one in (training.said(640) for _ in range(6)) if one]
+        assert len(said) == 1  # of what was measured
+        assert "was broken" in said[0]
         assert "cannot be met" in training.said(3000)
 
 
