@@ -180,7 +180,7 @@ class FollowPlan(HookedLayers):
             self._recompute_all()
         self._stage, self._timed_inputs, self._learned_then = "timing", self._inputs, self._learned
         self._new_gradients = [*map(new_gradients, self._layers)]
-        self._watches, self._peak_bytes, self._moved = True, 0, self.context.stats()
+        self._watches, self._peak_bytes, self._moved_then = True, 0, self.context.stats()
         hold_some(self._policies)
         time_second_runs(self._policies, self._backend)
         self._times.start(self._peak)
@@ -368,8 +368,8 @@ class FollowPlan(HookedLayers):
             self._times.start(self._peak, paused=True)
             end_second_runs(self._policies)
             return
-        regions = self._costs.regions_at(self._timed_inputs)
-        profile, expected = learned_profile(self._policies, regions, self._times, self.context.stats() - self._moved)
+        regions, moved = self._costs.regions_at(self._timed_inputs), self.context.stats() - self._moved_then
+        profile, expected = learned_profile(self._policies, regions, self._times, moved)
         self.measured_bytes = self._peak_bytes
         profile = with_skipped(replace(profile, other_s=self._times.between_s(now)), ran, kinds, self._new_gradients)
         self._times.start(self._peak, paused=True)  # what was counted before this microbatch is freed in it

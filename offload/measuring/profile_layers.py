@@ -232,12 +232,13 @@ def learned_profile(
     profile = Profile(tuple(map(_with_one_input, layers)) if calls else tuple(layers), times.loss_s(), calls=calls)
     num_layers = len({*learning_schedule(len(policies)).offloaded_layers} & {*times.ran})
     instant, inputs_alone = Link(1.0, 1.0, 1.0), recompute_all(profile)
-    found_memory = range(num_layers)
-    if moved is not None and NO_HOST_MEMORY in moved.skipped:  # inputs of the others were kept on the device
-        sent = accumulate(one.offloaded_bytes for one in costs_of(profile, instant, found_memory, inputs_alone))
-        found_memory = range(sum(nbytes <= moved.offloaded_bytes for nbytes in [*sent][:num_layers]))
-    profile = with_workspace(profile, times.peaks(), num_layers, inputs_alone, found_memory)
-    recomputed = costs_of(profile, instant, found_memory, inputs_alone)
+    released = range(num_layers)
+    if moved is not None and NO_HOST_MEMORY in moved.skipped:  # inputs of later layers were kept on the device
+        offloaded = costs_of(profile, instant, released, inputs_alone)[:num_layers]
+        sent = accumulate(one.offloaded_bytes for one in offloaded)
+        released = range(sum(nbytes <= moved.offloaded_bytes for nbytes in sent))
+    profile = with_workspace(profile, times.peaks(), num_layers, inputs_alone, released)
+    recomputed = costs_of(profile, instant, released, inputs_alone)
     holds = [one.holds for one, _ in ran]
     expected = peak_bytes(recomputed, num_layers, profile.loss_bytes, profile.calls)
     pairs = zip(profile.layers, layers, strict=True)

@@ -414,13 +414,13 @@ def with_workspace(
     measured: Peaks,
     num_layers: int = 0,
     policies: Sequence[LayerPolicy | None] = (),
-    found_memory: Collection[int] | None = None,
+    released: Collection[int] | None = None,
 ) -> Profile:
     """A profile with the memory that layers and loss need beside the layers' activations."""
     # It was ``measured`` in a step under the default schedule, with ``num_layers`` offloaded, under these policies. Of
-    # them, those that ``found_memory`` on the host were released; by default, all.
+    # them, only ``released`` found memory on the host; by default, all.
     instant = Link(1.0, 1.0, 1.0)  # peaks do not depend on it
-    costs = costs_of(profile, instant, range(num_layers) if found_memory is None else found_memory, policies)
+    costs = costs_of(profile, instant, range(num_layers) if released is None else released, policies)
     expected = peaks_of(costs, num_layers, profile.calls)
 
     def beside(measured: Sequence[int], expected: Sequence[int]) -> list[int]:

@@ -313,7 +313,9 @@ class SavedCheck:
 class Comparison(SavedCheck):
     """Finds the dropped tensors that differ from those with the same numbers among ``others``."""
 
-    def __init__(self, frame: Frame, others: Any, *, hand_over: bool) -> None:
+    def __init__(
+        self, frame: Frame, others: Sequence[torch.Tensor] | dict[int, torch.Tensor], *, hand_over: bool
+    ) -> None:
         super().__init__(frame, hand_over=hand_over)
         self._to_the_end = not hand_over
         self.others = others
