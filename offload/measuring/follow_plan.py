@@ -53,12 +53,8 @@ from offload.schedule.schedule import Schedule
 
 _logger = logging.getLogger(__name__)
 
-RESERVE = 0.02
-"""Part of the budget that a plan leaves free unless it recomputes as the measured steps do, which do not show all."""
-SLACK = 0.005
-"""By what part of the budget a plan of checkpoints, which leaves no reserve, may be above it: else a budget as large as
-the peak of PyTorch's checkpoints would be kept by copies, for want of some bytes."""
-
+RESERVE = 0.02  # of the budget: a plan leaves it free unless it recomputes as measured steps do, which do not show all
+SLACK = 0.005  # of the budget, by which checkpoints may be above it: else copies would keep the peak of PyTorch's own
 CORRECTIONS = 3  # how often a plan is made again because its peak broke the budget
 
 
@@ -83,17 +79,15 @@ class FollowPlan(HookedLayers):
         most = None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes")
         nothing = Schedule(len(layers))
         context = OffloadContext(nothing, len(layers), min_bytes=min_bytes, device=device, max_host_bytes=most)
-        self._backend = context.backend
-        self._compare = ComparePlans(self._backend)
+        self._backend, self._compare = context.backend, ComparePlans(context.backend)
         if memory_budget == "auto":
             memory_budget = DeviceLeft(self._backend.device, layers, most)
         elif isinstance(memory_budget, int | str):
-            given_bytes = parse_bytes(memory_budget, "memory_budget")
-            memory_budget = GivenMemory(given_bytes, self._backend.device, layers, most)
+            memory_budget = GivenMemory(parse_bytes(memory_budget, "memory_budget"), self._backend.device, layers, most)
         self._left: MemoryLeft = memory_budget
         self._budget = self._held_bytes = 0  # left when layers were timed, and held beside gradients by an accelerator
         self._times = LayerTimes(layers, self._backend, ended=self.end_backward)
-        self._times.paused = True
+        self._times.paused, self._times.lost = True, self._note_peak
         begins = [ForwardBegins(partial(self._begin_forward, number)) for number in range(len(layers))]
         super().__init__(layers, context, begins, self._times.layers)
         self._begins = Attachment(layers, begins)
@@ -113,6 +107,7 @@ class FollowPlan(HookedLayers):
         self._planned: Size = {}  # of inputs that the plan is for
         self._plans: dict[Hashable, Plan] = {}  # by the sizes of inputs: for the planned size, and for smaller ones
         self._peak_bytes = self._gradient_bytes = 0  # the last microbatch's most; its gradients before, if they count
+        self._in_flight_bytes = 0  # what others held that awaited their backward when the peak began to be measured
         self._learning = 0, 0  # the most in the layers of a microbatch that learned, and the elements of its inputs
         self._planned_gradients = 0  # those that a microbatch is planned to begin with: the most so far
         self._timed_gradients = self._counted_gradients = 0  # those with which one was timed, and that the plan counts
@@ -214,6 +209,8 @@ class FollowPlan(HookedLayers):
         learned = self._stage == "learning" and all(one.proven for one in self._policies)
         last, self._inputs = self._inputs, given_to(inputs)
         size, gradient_bytes = self._costs.size_of(self._inputs), self._left.gradient_bytes()
+        held_bytes = self._peak.now_bytes() + self._gradient_bytes - gradient_bytes
+        in_flight_bytes = self._in_flight_bytes + held_bytes if goes_on and self._watches else 0
         goes_on &= self.measures or is_within(size, self._planned)
         if goes_on:
             self._proves = proved  # one peak counts for all that runs before backward
@@ -256,7 +253,7 @@ class FollowPlan(HookedLayers):
             self._peak.start()
         else:
             self._peak.stop()
-        self._ran_all = False
+        self._in_flight_bytes, self._ran_all = in_flight_bytes, False
         count_inputs(self._peak, inputs, self._backend.device)
         behind = next((one for one in inputs if one.grad_fn is not None), None)
         if self._stage == "learning" and behind is not None:
@@ -270,14 +267,19 @@ class FollowPlan(HookedLayers):
 
     def end_backward(self) -> None:
         """The backward is over that has come to the first layer whose output needs one."""
-        # Read the peak before the program has it forgotten.
         if self._backend.capturing:
             return
         self._ran_all = self._times.forwards >= len(self._layers)
         self._compare.end_backward(ran_all=self._ran_all and self._times.alone)
-        self._end_layers()
         if self._watches and self._stage == "timing" and self._counted:
             self._times.measure_before(self._inputs.elements)
+        before_bytes = self._note_peak()
+        if self._times.alone and self._peak.counts:
+            self._left.found_left(self._peak.now_bytes() + (before_bytes if self._counted else 0))
+
+    def _note_peak(self) -> int:
+        """Read the peak before the program has it forgotten; returns what was saved before the first layer."""
+        self._end_layers()
         before_bytes = self._times.before_bytes(self._inputs.elements)
         if self._watches:
             most_bytes = self._times.most_bytes() if self._stage == "timing" else self._peak.most_bytes()
@@ -286,9 +288,8 @@ class FollowPlan(HookedLayers):
         if self._stage == "timing":  # which tells what the learning microbatches were counted without
             most_bytes = max(most_bytes, layers_bytes + self._times.before_bytes(elements))
         left = self._budget or self._left.device_bytes()
-        self._left.broken.note(most_bytes - left, self._left.asked_bytes(left))
-        if self._times.alone and self._peak.counts:
-            self._left.found_left(self._peak.now_bytes() + (before_bytes if self._counted else 0))
+        self._left.broken.note(most_bytes + self._in_flight_bytes - left, self._left.asked_bytes(left))
+        return before_bytes
 
     def _change_to(self, plan: Plan) -> None:
         """From the next microbatch on, this is the plan for inputs of the planned size."""
@@ -296,11 +297,10 @@ class FollowPlan(HookedLayers):
         self._watches = not (self._said and self._peak.costs_time)
 
     def _follow(self, plan: Plan) -> None:
-        if plan is self.plan:
-            return
-        self.plan = plan
-        triples = zip(self._policies, plan.policies, plan.profile.layers, strict=True)
-        self.context.follow(plan.schedule, [one.follows(policy, layer.regions) for one, policy, layer in triples])
+        if plan is not self.plan:
+            self.plan = plan
+            triples = zip(self._policies, plan.policies, plan.profile.layers, strict=True)
+            self.context.follow(plan.schedule, [one.follows(policy, layer.regions) for one, policy, layer in triples])
 
     def _plan_at(self, size: Size, largest: Plan) -> Plan:
         """The plan for inputs of this size; of the planned one where layers run again with another kind of inputs."""

@@ -118,6 +118,7 @@ class LayerTimes(Attachment):
         self.queueing = _Queueing(backend)
         self.forwards = 0  # in training that have begun, timed or not, since the user of this set it to 0
         self.ended = ended  # called once the backward of a microbatch is over that was said to begin
+        self.lost: Callable[[], object] = lambda: None  # called as the graph of one goes that had no backward
         self._awaits_end = False  # whether no layer of the microbatch has a hook yet that calls it
         self._end: Callable[[], object] = lambda: None  # what its graph holds of that, until backward or without one
         self._begun = 0  # how many microbatches have begun since the end of a backward
@@ -129,6 +130,7 @@ class LayerTimes(Attachment):
     def remove(self) -> None:
         super().remove()
         self.hooks.close()
+        self._end = self.lost = lambda: None
         if self.memory is not None:
             self.memory.stop()
 
@@ -159,11 +161,15 @@ class LayerTimes(Attachment):
         if self._awaits_end and not call.recomputes and torch.is_grad_enabled():
             ends = partial(when_backward_ends, self._end_microbatch)
             self._awaits_end = not before_backward(tensors_in(output), call.first_node, lambda _: ends())
-            self._end = weakref.ref(ends)
+            self._end = weakref.ref(ends, self._lose)
 
     def _end_microbatch(self) -> None:
         self.alone, self.together, self._begun = self._begun == 1, max(self.together, self._begun), 0
         self.ended()
+
+    def _lose(self, _: object) -> None:
+        if self._begun > 0:
+            self.lost()
 
     @property
     def calls(self) -> list[int]:

@@ -275,6 +275,41 @@ def test_inputs_that_were_cut_off_while_they_were_measured_are_not_taken_to_fit(
         assert "cannot be met" in training.said(1500)
 
 
+def test_a_budget_that_is_broken_by_inputs_without_a_backward_is_said(lab: Lab) -> None:
+    """The program fails after forward, and goes on with shorter inputs."""
+    training = Refusals(lab)
+    handle = budgeted(training.layers, lab, 3_500_000)
+    for length in (200, 200, 320):
+        assert training.said(length) == ""
+    with offload.memory_meter(lab.device) as meter:
+        through(training.layers, torch.rand(3000, 64, device=lab.device))
+    assert meter.peak_bytes > 1.02 * 3_500_000
+    training.said(200)
+    with pytest.warns(UserWarning, match="was broken"):
+        handle.remove()
+
+
+def test_a_budget_that_is_broken_as_longer_inputs_begin_beside_others_is_said(lab: Lab) -> None:
+    """What awaits its backward counts, also where the longer inputs need another plan."""
+    layers = nn.ModuleList(Wide() for _ in range(6)).to(lab.device)
+
+    def step(*lengths: int) -> int:
+        with offload.memory_meter(lab.device) as meter:
+            losses = [loss_of(through(layers, torch.rand(one, 64, device=lab.device))) for one in lengths]
+            while losses:
+                losses.pop().backward()
+        layers.zero_grad()
+        return meter.peak_bytes
+
+    budget = round(1.15 * step(240))
+    handle = budgeted(layers, lab, budget)
+    for length in (180, 200, 210, 220):
+        step(length)
+    assert step(230, 240) > 1.3 * budget
+    with pytest.warns(UserWarning, match="was broken"):
+        handle.remove()
+
+
 @pytest.mark.filterwarnings("ignore:memory_budget = .* was broken")  # said at the end
 def test_inputs_that_are_refused_again_need_as_much_as_the_first_time(lab: Lab) -> None:
     """Also where the microbatch before had broken the budget, which counts once."""
