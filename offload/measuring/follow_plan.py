@@ -107,7 +107,7 @@ class FollowPlan(HookedLayers):
         self._planned: Size = {}  # of inputs that the plan is for
         self._plans: dict[Hashable, Plan] = {}  # by the sizes of inputs: for the planned size, and for smaller ones
         self._peak_bytes = self._gradient_bytes = 0  # the last microbatch's most; its gradients before, if they count
-        self._in_flight_bytes = 0  # what others held that awaited their backward when the peak began to be measured
+        self._begin_bytes = 0  # these, or all that others held beside which it began, as they awaited their backward
         self._learning = 0, 0  # the most in the layers of a microbatch that learned, and the elements of its inputs
         self._planned_gradients = 0  # those that a microbatch is planned to begin with: the most so far
         self._timed_gradients = self._counted_gradients = 0  # those with which one was timed, and that the plan counts
@@ -159,7 +159,7 @@ class FollowPlan(HookedLayers):
 
     def _is_short(self, nbytes: int) -> bool:
         """Whether the microbatch breaks the budget if it needs so much more now."""
-        return self._peak.now_bytes() + self._gradient_bytes + nbytes > (self._budget or self._left.device_bytes())
+        return self._peak.now_bytes() + self._begin_bytes + nbytes > (self._budget or self._left.device_bytes())
 
     def _recompute_all(self) -> None:
         policies = [one if one.runs_again else None for one in self._policies]  # compiled layers have no others
@@ -209,8 +209,8 @@ class FollowPlan(HookedLayers):
         learned = self._stage == "learning" and all(one.proven for one in self._policies)
         last, self._inputs = self._inputs, given_to(inputs)
         size, gradient_bytes = self._costs.size_of(self._inputs), self._left.gradient_bytes()
-        held_bytes = self._peak.now_bytes() + self._gradient_bytes - gradient_bytes
-        in_flight_bytes = self._in_flight_bytes + held_bytes if goes_on and self._watches else 0
+        counts_others = self._times.in_flight and self._watches
+        begin_bytes = self._begin_bytes + self._peak.now_bytes() if counts_others else gradient_bytes
         goes_on &= self.measures or is_within(size, self._planned)
         if goes_on:
             self._proves = proved  # one peak counts for all that runs before backward
@@ -253,7 +253,7 @@ class FollowPlan(HookedLayers):
             self._peak.start()
         else:
             self._peak.stop()
-        self._in_flight_bytes, self._ran_all = in_flight_bytes, False
+        self._begin_bytes, self._ran_all = begin_bytes, False
         count_inputs(self._peak, inputs, self._backend.device)
         behind = next((one for one in inputs if one.grad_fn is not None), None)
         if self._stage == "learning" and behind is not None:
@@ -262,7 +262,7 @@ class FollowPlan(HookedLayers):
     def _end_layers(self, _: object = None) -> None:
         """The layers' backward is over. What backward frees from here on was not counted in the first microbatch."""
         if self._stage == "learning" and self._watches:
-            self._watches, most_bytes = False, self._peak.most_bytes() + self._gradient_bytes
+            self._watches, most_bytes = False, self._peak.most_bytes() + self._begin_bytes
             self._learning = max(self._learning, (most_bytes, self._inputs.elements))
 
     def end_backward(self) -> None:
@@ -283,12 +283,12 @@ class FollowPlan(HookedLayers):
         before_bytes = self._times.before_bytes(self._inputs.elements)
         if self._watches:
             most_bytes = self._times.most_bytes() if self._stage == "timing" else self._peak.most_bytes()
-            self._peak_bytes = max(self._peak_bytes, most_bytes + before_bytes + self._gradient_bytes)
+            self._peak_bytes = max(self._peak_bytes, most_bytes + before_bytes + self._begin_bytes)
         most_bytes, (layers_bytes, elements) = self._peak_bytes, self._learning
         if self._stage == "timing":  # which tells what the learning microbatches were counted without
             most_bytes = max(most_bytes, layers_bytes + self._times.before_bytes(elements))
         left = self._budget or self._left.device_bytes()
-        self._left.broken.note(most_bytes + self._in_flight_bytes - left, self._left.asked_bytes(left))
+        self._left.broken.note(most_bytes - left, self._left.asked_bytes(left))
         return before_bytes
 
     def _change_to(self, plan: Plan) -> None:
@@ -332,8 +332,8 @@ class FollowPlan(HookedLayers):
             self._said, self._watches = True, not (self._peak.costs_time and self._ran_all)
         else:
             self._left.broken.tell()
-            grown = max(0.0, self._planned[()] / inputs.elements - 1) * (self._peak_bytes - self._gradient_bytes)
-            largest_fits = not smaller and over + grown <= TOLERANCE * self._budget  # if all grows with the inputs
+            grown = max(0.0, self._planned[()] / inputs.elements - 1) * (self._peak_bytes - self._begin_bytes)
+            largest_fits = over + grown <= TOLERANCE * self._budget and not (smaller or self._times.in_flight)
             if largest_fits and self._ran_all and self._gradient_bytes >= self._planned_gradients:
                 self._watches = not self._peak.costs_time
 

@@ -41,9 +41,7 @@ MOST_DELAY_S = 0.02
 """How long the device is delayed at most, and before the first layer of a pass: longer than hosts need to queue one."""
 
 AHEAD = 1.5  # before the others: by so many times the most that a layer of this pass has taken the host
-
 NEAR = 4  # so many layers ahead of the device, the host does not yet wait for room in CUDA's queue, of 1024 kernels
-
 
 Phase = Literal["forward", "backward"]
 PASSES: tuple[Phase, ...] = get_args(Phase)
@@ -122,6 +120,8 @@ class LayerTimes(Attachment):
         self._awaits_end = False  # whether no layer of the microbatch has a hook yet that calls it
         self._end: Callable[[], object] = lambda: None  # what its graph holds of that, until backward or without one
         self._begun = 0  # how many microbatches have begun since the end of a backward
+        self._awaited = weakref.WeakSet[Callable[[], object]]()  # the same of all graphs that await their backward
+        self.in_flight = 0  # how many of the others there were when the last microbatch began
         self.together = 0  # the most of them since :meth:`start`; none, if no backward has ended
         self.rounds: list[tuple[int, dict[Phase, Pass]]] = []  # of all layers since then, each behind a layer's number
         self.alone = False  # whether no other microbatch has run beside the one that ended last
@@ -152,7 +152,7 @@ class LayerTimes(Attachment):
 
     def begin_microbatch(self) -> bool:
         """A microbatch begins, of which the end is to be told. Returns whether one before still awaits its backward."""
-        self._awaits_end, self.forwards = True, 0
+        self._awaits_end, self.forwards, self.in_flight = True, 0, len(self._awaited)
         self._begun = 1 if self._end() is None else self._begun + 1  # a graph that is gone had no backward
         return self._begun > 1
 
@@ -160,16 +160,20 @@ class LayerTimes(Attachment):
         """A layer has returned this: the microbatch ends with the backward that comes to it, unless none does."""
         if self._awaits_end and not call.recomputes and torch.is_grad_enabled():
             ends = partial(when_backward_ends, self._end_microbatch)
-            self._awaits_end = not before_backward(tensors_in(output), call.first_node, lambda _: ends())
-            self._end = weakref.ref(ends, self._lose)
+
+            def begins(_: object) -> None:
+                self._awaited.discard(ends)
+                ends()
+
+            self._awaits_end = not before_backward(tensors_in(output), call.first_node, begins)
+            if not self._awaits_end:
+                self._awaited.add(ends)
+                self._end = weakref.ref(ends, lambda _: self.lost() if self._begun else None)
 
     def _end_microbatch(self) -> None:
-        self.alone, self.together, self._begun = self._begun == 1, max(self.together, self._begun), 0
+        self.alone = self._begun == 1 and not self.in_flight and not self._awaited
+        self.together, self._begun = max(self.together, self._begun), 0
         self.ended()
-
-    def _lose(self, _: object) -> None:
-        if self._begun > 0:
-            self.lost()
 
     @property
     def calls(self) -> list[int]:

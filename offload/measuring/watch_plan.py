@@ -24,12 +24,13 @@ from offload.recompute.policies import SOURCE
 class WatchedPlan(HookedLayers):
     """Layers that follow a given plan; what breaks the plan's budget is said.
 
-    A microbatch that learns nothing tells of all that have no larger inputs and begin with no more gradients: these are
-    not watched, as measuring a peak takes time.
+    A microbatch that learns nothing tells of all that have no larger inputs and begin with no more gradients, beside no
+    more others: these are not watched, as measuring a peak takes time.
     """
 
     def __init__(self, layers: list[nn.Module], context: OffloadContext, plan: Plan) -> None:
         self._times = LayerTimes(layers, context.backend, ended=self._end_backward)
+        self._times.lost = self._note_lost
         super().__init__(layers, context)
         begins = [ForwardBegins(partial(self._begin_forward, number)) for number in range(len(layers))]
         self._begins = Attachment(layers, begins)
@@ -39,9 +40,15 @@ class WatchedPlan(HookedLayers):
         self._left = GivenMemory(self._expected, context.backend.device, layers, None)
         self._broken = BrokenBudget()
         self._learned = 0  # how many forwards were learned when the microbatch began
-        self._now = 0, 0  # the elements of the microbatch's inputs, and the bytes of gradients that it began with
-        self._known: list[tuple[int, int]] = []  # those of microbatches that tell of others
-        self._asked = 0, 0  # the largest one that cannot tell, as what is saved before the first layer was not counted
+        # The elements of the microbatch's inputs, the bytes of gradients that it began with, and others in flight.
+        self._now = 0, 0, 0
+        self._begin_bytes = 0  # of gradients and all others that were in flight, when the microbatch began
+        self._known: list[tuple[int, int, int]] = []  # those of microbatches that tell of others
+        self._asked = (
+            0,
+            0,
+            0,
+        )  # the largest one that cannot tell, as what is saved before the first layer was not counted
         inputs = [one.nbytes for one in plan.profile.layers[0].regions if one.name == SOURCE]
         self._planned_bytes = sum(inputs)  # of the inputs that the plan is for, if its profile has regions
         self._input_bytes = 1  # of the microbatch's inputs
@@ -65,20 +72,27 @@ class WatchedPlan(HookedLayers):
             self._stop_watching()
             return
         tensors, self._peak_bytes = list(tensors_in(inputs)), None
-        self._now = given_to(tensors).elements, self._left.gradient_bytes()
+        self._times.begin_microbatch()
+        elements, gradient_bytes, others = (
+            given_to(tensors).elements,
+            self._left.gradient_bytes(),
+            self._times.in_flight,
+        )
+        knows_others = self._times.memory is not None
+        self._begin_bytes = self._begin_bytes + self._memory.now_bytes() if others and knows_others else gradient_bytes
+        self._now = elements, gradient_bytes, others
         self._input_bytes = max(1, sum(one.nbytes for one in tensors if one.is_floating_point()))
         if not any(self._asked) and any(all(map(operator.le, self._now, one)) for one in self._known):
             self._times.start(paused=True)
             return
-        self._learned, self._counted = self._count_learned(), self._memory.counts
-        self._times.begin_microbatch()
+        self._learned, self._counted = self._count_learned(), self._memory.counts and (knows_others or not others)
         self._times.start(self._memory)
         count_inputs(self._memory, tensors, self.context.backend.device)
 
     def _end_backward(self) -> None:
         if self._times.memory is None:
             return  # another microbatch has begun since, which is not watched
-        elements, gradient_bytes = self._now
+        elements, *_ = self._now
         if self._counted:
             self._has_counted = True
             self._times.measure_before(elements)
@@ -87,10 +101,10 @@ class WatchedPlan(HookedLayers):
         if self._times.alone:
             self._left.found_left(self._memory.now_bytes() + (before_bytes if self._counted else 0))
         if self._learned != self._count_learned() or not self._has_counted:
-            self._learning = max(self._learning, (most_bytes + gradient_bytes, elements))
+            self._learning = max(self._learning, (most_bytes + self._begin_bytes, elements))
             self._broken.note(self._learning[0] + before_bytes - self._expected, self._expected)
             return
-        self._peak_bytes = most_bytes + before_bytes + gradient_bytes
+        self._peak_bytes = most_bytes + before_bytes + self._begin_bytes
         self._broken.note(self._peak_bytes - self._expected, self._expected)
         if not self._counted:
             self._asked = max(self._asked, self._now)
@@ -99,7 +113,15 @@ class WatchedPlan(HookedLayers):
         grown = max(0.0, self._planned_bytes / self._input_bytes - 1) * (most_bytes + before_bytes)
         if self._peak_bytes + grown <= (1 + TOLERANCE) * self._expected:
             self._known.append(self._now)
-            self._asked = 0, 0
+            self._asked = 0, 0, 0
+
+    def _note_lost(self) -> None:
+        """The microbatch's graph is gone, and it had no backward: it tells of no other."""
+        if self._times.memory is not None:
+            before_bytes = self._times.before_bytes(self._now[0])
+            self._broken.note(
+                self._times.most_bytes() + before_bytes + self._begin_bytes - self._expected, self._expected
+            )
 
     def _count_learned(self) -> int:
         return sum(one.learned for one in self.context.policies if one is not None)

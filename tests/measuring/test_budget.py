@@ -310,6 +310,63 @@ def test_a_budget_that_is_broken_as_longer_inputs_begin_beside_others_is_said(la
         handle.remove()
 
 
+def one_forward_one_backward(layers: nn.ModuleList, lengths: list[int]) -> int:
+    """The most that a step needs in which two microbatches are in flight, the older one's backward first."""
+    with offload.memory_meter("cpu") as meter:
+        losses: list[torch.Tensor] = []
+        for length in lengths:
+            losses.append(loss_of(through(layers, torch.rand(length, 64))))
+            if len(losses) > 2:
+                losses.pop(0).backward()
+        while losses:
+            losses.pop(0).backward()
+    layers.zero_grad()
+    return meter.peak_bytes
+
+
+def test_a_budget_holds_where_each_microbatch_begins_beside_older_ones(lab: Lab) -> None:
+    """As in a schedule of one forward, one backward; what is in flight counts, whenever its backward comes."""
+    layers = nn.ModuleList(Wide() for _ in range(6))
+    budget = round(0.6 * one_forward_one_backward(layers, [240] * 5))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "memory_budget = .* was broken")  # by those that came before it was known
+        with budgeted(layers, lab, budget) as handle:
+            peaks = [one_forward_one_backward(layers, [240] * 5) for _ in range(8)]
+            assert handle.state == "following"
+    assert max(peaks[-3:]) <= 1.02 * budget
+
+
+@pytest.mark.parametrize("case", ["cut off", "in flight"])
+def test_a_given_plan_that_is_broken_without_a_backward_or_beside_others_is_said(case: str, lab: Lab) -> None:
+    layers = nn.ModuleList(Wide() for _ in range(6))
+
+    def step(length: int) -> None:
+        loss_of(through(layers, torch.rand(length, 64))).backward()
+
+    with offload.memory_meter("cpu") as meter:
+        step(240)
+    layers.zero_grad()
+    budget, options = round(1.5 * meter.peak_bytes), {"min_bytes": 1, "device": lab.device}
+    profile = offload.profile_layers(layers, lambda: step(240), regions=True, steps=1, **options)
+    plan = offload.plan(profile, budget, offload.Link(1e9, 1e9, 1.5e9))
+    handle = offload.offload_layers(layers, plan=plan, **options)
+    for _ in range(3):
+        layers.zero_grad()
+        step(240)
+    layers.zero_grad()
+    said = pytest.warns(UserWarning, match="was broken|was not met by the plan")
+    with said, offload.memory_meter("cpu") as meter:
+        if case == "cut off":
+            through(layers, torch.rand(1500, 64))
+        else:
+            one_forward_one_backward(layers, [240] * 5)
+        for _ in range(2):
+            step(240)
+            layers.zero_grad()
+        handle.remove()
+    assert meter.peak_bytes > 1.3 * budget
+
+
 @pytest.mark.filterwarnings("ignore:memory_budget = .* was broken")  # said at the end
 def test_inputs_that_are_refused_again_need_as_much_as_the_first_time(lab: Lab) -> None:
     """Also where the microbatch before had broken the budget, which counts once."""
