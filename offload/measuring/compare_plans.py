@@ -27,13 +27,13 @@ _logger = logging.getLogger(__name__)
 UNMEASURED = 2  # so many microbatches of a plan are not measured: host memory is pinned, second runs are proven
 
 MEASURED = 4
-"""So many are. Of plans that are compared, the shortest of them counts, as a host is busy now and then for longer than
-two; of a plan's own seconds, the median."""
+"""So many are. The shortest of them tells what a plan may take, as a host is busy now and then for longer than two."""
 
 MEASUREMENTS = 2
-"""So often a plan is measured before it is followed for good: a host that is busy for a moment must not decide."""
+"""So often a plan is measured before it is followed for good: a host that is busy for a moment must not decide. Of all
+these microbatches the median counts, or what is just below: a plan of which one step in ten is short is not short."""
 
-HOPE = 0.8  # of the seconds that it took, those that a plan may take when it is measured once more
+HOPE = 0.8  # of the seconds that it took at least, those that a plan may take when it is measured once more
 
 OPTIMISM = 0.75
 """Of its prediction, the seconds that a plan may take that was not measured, if the host has so much to do; or this
@@ -109,7 +109,8 @@ class ComparePlans:
             # Only the host can be faster than it was measured: what the device computes takes what it took.
             least_s = max(_layers_s(found) * OPTIMISM, _layers_s(found) - found.host_s)
             return least_s * min([1.0, *chain(*self._ratios.values())])
-        return _layers_s(found) * min(ratios) * (HOPE if len(ratios) < MEASUREMENTS * MEASURED else 1.0)
+        settled = len(ratios) == MEASUREMENTS * MEASURED
+        return _layers_s(found) * (statistics.median_low(ratios) if settled else HOPE * min(ratios))
 
     def _decide(self) -> Plan | None:
         """Another plan, if that is expected to take less than this one was measured to take."""
