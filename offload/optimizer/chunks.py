@@ -75,7 +75,7 @@ class ParameterPiece(NamedTuple):
 
 @cache
 def _warn_of_sums() -> None:
-    """Warn the first time: since torch 2.14, PyTorch keeps state as parts of a sum where it can."""
+    """Warn the first time: PyTorch keeps state as parts of a sum where it can."""
     warn_caller(
         "gradients are sums over ranks that nobody has taken (placement Partial). The streamed optimizer takes them "
         "before a step, and PyTorch's own later, so the last bits may differ; for the same bits, call "
@@ -174,7 +174,7 @@ class ChunkStepper:
             gradient: Any = parameter.grad if state.gradient is None else state.gradient
             if getattr(gradient, "placements", None) != (placements := getattr(parameter, "placements", None)):
                 # Some layers leave sums to whoever reads them: the gradient is sharded as its parameter is.
-                if torch.__version__ >= "2.14" and any(one.is_partial() for one in gradient.placements):
+                if any(one.is_partial() for one in gradient.placements):
                     _warn_of_sums()
                 state.gradient = gradient.redistribute(placements=placements)
         chunks = self.split(parameters)
