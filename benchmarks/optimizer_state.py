@@ -168,7 +168,8 @@ def main() -> None:
     begin_s = time.perf_counter()
     small = arguments.small
     lengths = [64] if small else arguments.tokens
-    duplex_bytes_per_s = offload.measure_link(device).duplex_bytes_per_s
+    # A limit: the best of some measurements, as others may use the link, too.
+    duplex_bytes_per_s = max(offload.measure_link(device).duplex_bytes_per_s for _ in range(2 if small else 5))
     equal = parameters_are_equal(device, small=small)
     print("parameters equal to the resident run's:", equal, flush=True)
     record = Record(arguments, device, duplex_bytes_per_s=duplex_bytes_per_s, equal=equal)
