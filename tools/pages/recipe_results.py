@@ -189,11 +189,12 @@ def optimizer_state(_page: Path) -> str:
         | {title(size): cell(what, size) for size in sizes}
         for what in WAYS
     ]
-    link = sorted(f"{row['link_s']:.2f}" for row in rows if row["link_s"])
+    link = sorted({f"{row['link_s']:.2f}" for row in rows if row["link_s"]})
+    copies = f"{link[0]} to {link[-1]}" if len(link) > 1 else link[0]
     pinned = sorted({gib1(row["pinned_bytes"]) for row in rows if row["link_s"]})
     return (
         f"{where(record, rows, by_row=False)} Llama-8B's shape in bfloat16, fused AdamW with float32 moments, "
-        f"checkpointed: time against resident state, and peak. The copies of the state alone take {link[0]} to "
-        f"{link[-1]} s; {' to '.join(pinned)} GiB are pinned. Parameters of a smaller model are bit-identical.\n\n"
+        f"checkpointed: time against resident state, and peak. The copies of the state alone take {copies} s; "
+        f"{' to '.join(pinned)} GiB are pinned. Parameters of a smaller model are bit-identical.\n\n"
         f"{markdown_table(shown, left=1)}\n"
     )
