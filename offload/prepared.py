@@ -173,14 +173,15 @@ class PreparedTraining(Handle, MemoryLeft):
         """
         if self._removed:
             return
-        self._undo.close()
-        if self._activations is not None:
-            self._activations.remove()
-        self._remove_states()
-        if self._weights is not None:
-            self._weights.remove()
+        with ExitStack() as others:  # in the opposite order: they go also where a warning is an error for the program
+            others.callback(self.broken.tell)
+            if self._weights is not None:
+                others.callback(self._weights.remove)
+            others.callback(self._remove_states)
+            if self._activations is not None:
+                others.callback(self._activations.remove)
+            self._undo.close()
         self._removed = True
-        self.broken.tell()
 
     # What is left for activations, as :class:`~offload.measuring.memory_left.MemoryLeft` has it.
 
@@ -291,8 +292,9 @@ class PreparedTraining(Handle, MemoryLeft):
         return made
 
     def _remove_states(self) -> None:
-        while self._states:  # in its own dtype, where it is: it need not fit on the device
-            self._states.pop().remove(on_device=False)
+        with ExitStack() as others:
+            while self._states:  # in its own dtype, where it is: it need not fit on the device
+                others.callback(self._states.pop().remove, on_device=False)
 
     def _end_activations(self) -> None:
         """The layers are to be measured again. Say so if the budget was broken since they were measured before."""

@@ -1,6 +1,7 @@
 """Several optimizers, each with parameters of its own: every state counts, and recipes change between whole steps."""
 
 import sys
+import warnings
 from typing import Any
 
 import pytest
@@ -100,6 +101,36 @@ def test_a_change_of_recipes_waits_for_all_optimizers(
     found, recipes = train(lab, 1 << 30, order, step_in_backward=True)
     assert (recipes[0], recipes[-1]) == (before, after)
     assert_same(train(lab, None, order)[0], found)
+
+
+def test_a_warning_that_is_an_error_leaves_nothing_in_place(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both optimizers warn that a backward was cut off when some of their parameters had made their step."""
+    monkeypatch.setattr(sys.modules["offload.prepare"], "RECIPES", (CONSUMED,))
+    model, x = Model().to(lab.device), torch.ones(4, WIDTH, device=lab.device)
+    optimizers = optimizers_of(model)
+    prepared = offload.prepare(model, optimizers, 1 << 30, device=lab.device, min_bytes=0, step_in_backward=True)
+
+    def step() -> None:
+        model(x).backward()
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+
+    def stop(_: torch.Tensor) -> None:
+        raise ValueError("stop")
+
+    for _ in range(2):
+        step()
+    with (
+        model.layers[0].register_forward_hook(lambda *given: given[-1].register_hook(stop) and None),
+        pytest.raises(ValueError, match="stop"),
+    ):
+        model(x).backward()
+    with warnings.catch_warnings(action="error"), pytest.raises(UserWarning, match="must belong to one step"):
+        prepared.remove()
+    prepared.remove()
+    model.zero_grad()
+    step()
 
 
 def test_the_state_of_all_optimizers_counts(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
