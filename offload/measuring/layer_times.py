@@ -1,21 +1,16 @@
-"""Times and memory of layers while they run: a mark at both ends of each forward and backward.
-
-Where the host takes longer to queue a layer than the device to run it, the time between the marks would be the host's.
-So the device is delayed before such a layer, until the host is ahead, and the host's time is taken by its own clock.
-"""
+"""Times and memory of layers while they run: a mark at both ends of each forward and backward."""
 
 from __future__ import annotations
 
 import statistics
-import time
 import weakref
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
@@ -33,18 +28,10 @@ from offload.base.torch_private import (
 )
 from offload.device.backend import Backend, Event
 from offload.measuring.memory_left import bytes_of_gradients
+from offload.measuring.queueing import PASSES, Phase, Queueing
 from offload.observe.memory import MemoryPeak
 from offload.optimizer.early import consumed_bytes
 from offload.planning.layer_costs import Peaks
-
-MOST_DELAY_S = 0.02
-"""How long the device is delayed at most, and before the first layer of a pass: longer than hosts need to queue one."""
-
-AHEAD = 1.5  # before the others: by so many times the most that a layer of this pass has taken the host
-NEAR = 4  # so many layers ahead of the device, the host does not yet wait for room in CUDA's queue, of 1024 kernels
-
-Phase = Literal["forward", "backward"]
-PASSES: tuple[Phase, ...] = get_args(Phase)
 
 
 @dataclass
@@ -56,36 +43,6 @@ class Pass:
     end: Any = None
     ends_with_input: bool = False  # whether backward ends once the gradient of the layer's first input is known
     host_s: float = 0.0  # of the host; 0 where that is not known
-
-
-class _Queueing:
-    """How far the host is ahead of the device, layer by layer."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._starts = deque([backend.mark()] * NEAR, NEAR)  # where the last layers start on the device
-        self._start_s = 0.0  # when the host began the last one
-        self._most_s: dict[Phase, float] = dict.fromkeys(PASSES, 0.0)  # the most that a layer has taken
-        self._near = False
-
-    def begin(self, phase: Phase) -> Event:
-        """Delay the device unless the host is a layer ahead; where the next layer starts."""
-        if self._backend.device.type != "cpu":  # where compute is the host's
-            self._near = self._starts[0].query()
-            if self._starts[-1].query():
-                self._backend.delay(min(AHEAD * self._most_s[phase] or MOST_DELAY_S, MOST_DELAY_S))
-        self._starts.append(self._backend.mark())
-        self._start_s = time.perf_counter()
-        return self._starts[-1]
-
-    def end(self, phase: Phase) -> float:
-        """Seconds since that on the host; 0 if these may be more than it needs to queue the layer.
-
-        It waits for room in a queue if it is far ahead, and for the device if the layer asks that for a value.
-        """
-        took_s = time.perf_counter() - self._start_s
-        self._most_s[phase] = max(self._most_s[phase], took_s)
-        return took_s if self._near and not self._starts[-1].query() else 0.0
 
 
 class LayerTimes(Attachment):
@@ -113,7 +70,7 @@ class LayerTimes(Attachment):
         self._most_bytes = 0
         self.layers_bytes = 0  # the most until the backward of the layer has ended that has ended last
         self.paused = False  # whether layers run that are not to be timed
-        self.queueing = _Queueing(backend)
+        self.queueing = Queueing(backend)
         self.forwards = 0  # in training that have begun, timed or not, since the user of this set it to 0
         self.ended = ended  # called once the backward of a microbatch is over that was said to begin
         self.lost: Callable[[], object] = lambda: None  # called as the graph of one goes that had no backward
@@ -121,7 +78,8 @@ class LayerTimes(Attachment):
         self._end: Callable[[], object] = lambda: None  # what its graph holds of that, until backward or without one
         self._begun = 0  # how many microbatches have begun since the end of a backward
         self._awaited = weakref.WeakSet[Callable[[], object]]()  # the same of all graphs that await their backward
-        self.in_flight = 0  # how many of the others there were when the last microbatch began
+        self._version = 0  # of a parameter, when the last microbatch began
+        self.in_flight = 0  # how many others of the same step awaited their backward when it began
         self.together = 0  # the most of them since :meth:`start`; none, if no backward has ended
         self.rounds: list[tuple[int, dict[Phase, Pass]]] = []  # of all layers since then, each behind a layer's number
         self.alone = False  # whether no other microbatch has run beside the one that ended last
@@ -136,7 +94,7 @@ class LayerTimes(Attachment):
 
     def start(self, memory: MemoryPeak | None = None, *, paused: bool = False) -> None:
         """Forget what was timed so far, and the peaks if ``memory`` is asked for new ones; time nothing if paused."""
-        self.paused, self.together, self.queueing = paused, 0, _Queueing(self.backend)
+        self.paused, self.together, self.queueing = paused, 0, Queueing(self.backend)
         self.hooks.close()
         for layer in self.layers:
             layer.rounds.clear()
@@ -152,9 +110,16 @@ class LayerTimes(Attachment):
 
     def begin_microbatch(self) -> bool:
         """A microbatch begins, of which the end is to be told. Returns whether one before still awaits its backward."""
+        if (version := next(self._versions(), 0)) != self._version:  # a step has changed the parameters since
+            self._version, self._begun = version, 0
+            self._awaited.clear()
         self._awaits_end, self.forwards, self.in_flight = True, 0, len(self._awaited)
         self._begun = 1 if self._end() is None else self._begun + 1  # a graph that is gone had no backward
         return self._begun > 1
+
+    def _versions(self) -> Iterator[int]:
+        modules = (module for layer in self.layers if (module := layer.module()) is not None)
+        return (one._version for module in modules for one in module.parameters() if one.requires_grad)
 
     def await_end(self, call: LayerCall, output: object) -> None:
         """A layer has returned this: the microbatch ends with the backward that comes to it, unless none does."""

@@ -23,7 +23,8 @@ from offload.base.checks import check_callable, check_int, format_bytes, format_
 from offload.base.layer_events import LayerListener, Turn, check_layers, listeners_on
 from offload.device.backend import Backend
 from offload.device.select import get_backend
-from offload.measuring.layer_times import PASSES, LayerTimes, MeasuredLayer
+from offload.measuring.layer_times import LayerTimes, MeasuredLayer
+from offload.measuring.queueing import PASSES
 from offload.observe.memory import memory_peak
 from offload.planning.layer_costs import costs_of, inputs_of, peak_bytes, region_costs, with_workspace
 from offload.planning.plan import Plan

@@ -336,6 +336,25 @@ def test_a_budget_holds_where_each_microbatch_begins_beside_older_ones(lab: Lab)
     assert max(peaks[-3:]) <= 1.02 * budget
 
 
+def test_what_a_program_keeps_of_an_earlier_step_is_not_in_flight(lab: Lab) -> None:
+    """As the output of a first look at the model; the optimizer's state, made since, would seem to be its memory."""
+    layers = nn.ModuleList(Wide() for _ in range(6))
+    budget = round(1.15 * one_forward_one_backward(layers, [240]))
+    optimizer = torch.optim.AdamW(layers.parameters())
+    with warnings.catch_warnings(action="error"), budgeted(layers, lab, budget) as handle:
+        for number in range(8):
+            with offload.memory_meter("cpu") as meter:
+                loss_of(through(layers, torch.rand(240, 64))).backward()
+            if number == 2:
+                kept = through(layers, torch.rand(2, 64))
+            if number >= 2:
+                optimizer.step()
+            optimizer.zero_grad()
+        assert meter.peak_bytes <= budget
+        assert not any(handle.plan.policies)
+    assert kept.requires_grad
+
+
 @pytest.mark.parametrize("case", ["cut off", "in flight"])
 def test_a_given_plan_that_is_broken_without_a_backward_or_beside_others_is_said(case: str, lab: Lab) -> None:
     layers = nn.ModuleList(Wide() for _ in range(6))
