@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from functools import partial
+from typing import NamedTuple
 
 from torch import nn
 
@@ -19,6 +20,17 @@ from offload.measuring.sizes import given_to
 from offload.observe.memory import memory_peak
 from offload.planning.plan import Plan
 from offload.recompute.policies import SOURCE
+
+
+class Load(NamedTuple):
+    """What decides how much memory a microbatch needs, by one plan."""
+
+    elements: int  # of its inputs
+    gradient_bytes: int  # that it began with
+    others: int  # that were in flight then
+
+
+NONE = Load(0, 0, 0)
 
 
 class WatchedPlan(HookedLayers):
@@ -40,15 +52,10 @@ class WatchedPlan(HookedLayers):
         self._left = GivenMemory(self._expected, context.backend.device, layers, None)
         self._broken = BrokenBudget()
         self._learned = 0  # how many forwards were learned when the microbatch began
-        # The elements of the microbatch's inputs, the bytes of gradients that it began with, and others in flight.
-        self._now = 0, 0, 0
-        self._begin_bytes = 0  # of gradients and all others that were in flight, when the microbatch began
-        self._known: list[tuple[int, int, int]] = []  # those of microbatches that tell of others
-        self._asked = (
-            0,
-            0,
-            0,
-        )  # the largest one that cannot tell, as what is saved before the first layer was not counted
+        self._now = NONE  # the microbatch that began last
+        self._begin_bytes = 0  # of gradients and of all that others held in flight, when it began
+        self._known: list[Load] = []  # of microbatches that tell of others
+        self._asked = NONE  # the largest one that cannot tell, as what was there at its first layer was not counted
         inputs = [one.nbytes for one in plan.profile.layers[0].regions if one.name == SOURCE]
         self._planned_bytes = sum(inputs)  # of the inputs that the plan is for, if its profile has regions
         self._input_bytes = 1  # of the microbatch's inputs
@@ -73,14 +80,10 @@ class WatchedPlan(HookedLayers):
             return
         tensors, self._peak_bytes = list(tensors_in(inputs)), None
         self._times.begin_microbatch()
-        elements, gradient_bytes, others = (
-            given_to(tensors).elements,
-            self._left.gradient_bytes(),
-            self._times.in_flight,
-        )
+        gradient_bytes, others = self._left.gradient_bytes(), self._times.in_flight
         knows_others = self._times.memory is not None
         self._begin_bytes = self._begin_bytes + self._memory.now_bytes() if others and knows_others else gradient_bytes
-        self._now = elements, gradient_bytes, others
+        self._now = Load(given_to(tensors).elements, gradient_bytes, others)
         self._input_bytes = max(1, sum(one.nbytes for one in tensors if one.is_floating_point()))
         if not any(self._asked) and any(all(map(operator.le, self._now, one)) for one in self._known):
             self._times.start(paused=True)
@@ -92,7 +95,7 @@ class WatchedPlan(HookedLayers):
     def _end_backward(self) -> None:
         if self._times.memory is None:
             return  # another microbatch has begun since, which is not watched
-        elements, *_ = self._now
+        elements = self._now.elements
         if self._counted:
             self._has_counted = True
             self._times.measure_before(elements)
@@ -113,15 +116,13 @@ class WatchedPlan(HookedLayers):
         grown = max(0.0, self._planned_bytes / self._input_bytes - 1) * (most_bytes + before_bytes)
         if self._peak_bytes + grown <= (1 + TOLERANCE) * self._expected:
             self._known.append(self._now)
-            self._asked = 0, 0, 0
+            self._asked = NONE
 
     def _note_lost(self) -> None:
         """The microbatch's graph is gone, and it had no backward: it tells of no other."""
         if self._times.memory is not None:
-            before_bytes = self._times.before_bytes(self._now[0])
-            self._broken.note(
-                self._times.most_bytes() + before_bytes + self._begin_bytes - self._expected, self._expected
-            )
+            most_bytes = self._times.most_bytes() + self._times.before_bytes(self._now.elements) + self._begin_bytes
+            self._broken.note(most_bytes - self._expected, self._expected)
 
     def _count_learned(self) -> int:
         return sum(one.learned for one in self.context.policies if one is not None)
