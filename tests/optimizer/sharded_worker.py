@@ -165,10 +165,10 @@ def removed(rank, world, device):
 
 
 def sums_left(rank, world, device):
-    """Gradients that are sums over ranks, which nobody has taken yet."""
+    """Gradients that are sums over ranks, which nobody has taken yet; last, those that the program has taken."""
     mesh = init_device_mesh(device.type, (world,))
-    found = []
-    for streamed in (False, True):
+    found, words = [], []
+    for streamed, taken in ((False, False), (True, False), (False, True)):
         torch.manual_seed(0)
         values = torch.randn(6, 4, device=device)
         weights = [nn.Parameter(distribute_tensor(values, mesh, [place])) for place in (Replicate(), Shard(0))]
@@ -180,10 +180,12 @@ def sums_left(rank, world, device):
             warnings.simplefilter("always")
             for _ in range(3):
                 for weight in weights:
-                    weight.grad = DTensor.from_local(values * (rank + 1), mesh, [Partial()])
+                    gradient = DTensor.from_local(values * (rank + 1), mesh, [Partial()])
+                    weight.grad = gradient.redistribute(placements=weight.placements) if taken else gradient
                 optimizer.step()
         found.append([part(weight) for weight in weights])
-    return *found, [str(one.message) for one in said if "placement Partial" in str(one.message)]
+        words += [str(one.message) for one in said if "placement Partial" in str(one.message)]
+    return *found, words
 
 
 def find(rank, world, device):

@@ -83,6 +83,7 @@ def test_remove_shards_the_state_again(ranks: Found) -> None:
 
 def test_gradients_that_are_sums_over_ranks(ranks: Found) -> None:
     for rank in ranks:
-        expected, found, said = rank["sums_left"]
-        torch.testing.assert_close(found, expected)  # PyTorch itself takes the sums later
+        later, found, expected, said = rank["sums_left"]
+        assert_same(expected, found)
+        torch.testing.assert_close(found, later)  # where PyTorch itself takes the sums
         assert len(said) == 1
