@@ -41,7 +41,7 @@ RUNS = (
 """Samples take these in turn; the only sample of an operation takes both."""
 
 DRAWN = {
-    ("operation", "float32"): 14,
+    ("operation", "float32"): 20,
     ("operation", "bfloat16"): 4,
     ("operation", "complex64"): 4,
     ("module", "float32"): 6,
