@@ -86,8 +86,8 @@ class FollowPlan(HookedLayers):
             memory_budget = GivenMemory(parse_bytes(memory_budget, "memory_budget"), self._backend.device, layers, most)
         self._left: MemoryLeft = memory_budget
         self._budget = self._held_bytes = 0  # left when layers were timed, and held beside gradients by an accelerator
-        self._times = LayerTimes(layers, self._backend, ended=self.end_backward)
-        self._times.paused, self._times.lost = True, self._note_peak
+        self._times = LayerTimes(layers, self._backend, ended=self.end_backward, lost=self._note_peak)
+        self._times.paused = True
         begins = [ForwardBegins(partial(self._begin_forward, number)) for number in range(len(layers))]
         super().__init__(layers, context, begins, self._times.layers)
         self._begins = Attachment(layers, begins)

@@ -53,7 +53,8 @@ class LayerTimes(Attachment):
         layers: Sequence[torch.nn.Module],
         backend: Backend,
         min_bytes: int = 0,
-        ended: Callable[[], None] = lambda: None,
+        ended: Callable[[], object] = lambda: None,
+        lost: Callable[[], object] = lambda: None,
     ) -> None:
         self.backend = backend
         self.rules = Rules(backend.device, min_bytes)  # what counts among the tensors that the layers save
@@ -73,11 +74,11 @@ class LayerTimes(Attachment):
         self.queueing = Queueing(backend)
         self.forwards = 0  # in training that have begun, timed or not, since the user of this set it to 0
         self.ended = ended  # called once the backward of a microbatch is over that was said to begin
-        self.lost: Callable[[], object] = lambda: None  # called as the graph of one goes that had no backward
+        self.lost = lost  # called as the graph of one goes that had no backward
         self._awaits_end = False  # whether no layer of the microbatch has a hook yet that calls it
-        self._end: Callable[[], object] = lambda: None  # what its graph holds of that, until backward or without one
         self._begun = 0  # how many microbatches have begun since the end of a backward
-        self._awaited = weakref.WeakSet[Callable[[], object]]()  # the same of all graphs that await their backward
+        self._awaited = weakref.WeakSet[Callable[[], object]]()  # held by the graphs that await their backward
+        self._newest: object = None  # refers to that of the newest graph, to be told when it is gone
         self._version = 0  # of a parameter, when the last microbatch began
         self.in_flight = 0  # how many others of the same step awaited their backward when it began
         self.together = 0  # the most of them since :meth:`start`; none, if no backward has ended
@@ -88,7 +89,7 @@ class LayerTimes(Attachment):
     def remove(self) -> None:
         super().remove()
         self.hooks.close()
-        self._end = self.lost = lambda: None
+        self._newest, self.lost = None, lambda: None
         if self.memory is not None:
             self.memory.stop()
 
@@ -111,13 +112,14 @@ class LayerTimes(Attachment):
     def begin_microbatch(self) -> bool:
         """A microbatch begins, of which the end is to be told. Returns whether one before still awaits its backward."""
         if (version := next(self._versions(), 0)) != self._version:  # a step has changed the parameters since
-            self._version, self._begun = version, 0
+            self._version = version
             self._awaited.clear()
         self._awaits_end, self.forwards, self.in_flight = True, 0, len(self._awaited)
-        self._begun = 1 if self._end() is None else self._begun + 1  # a graph that is gone had no backward
+        self._begun = self._begun + 1 if self.in_flight else 1
         return self._begun > 1
 
     def _versions(self) -> Iterator[int]:
+        """Of trained parameters, which an optimizer's step changes."""
         modules = (module for layer in self.layers if (module := layer.module()) is not None)
         return (one._version for module in modules for one in module.parameters() if one.requires_grad)
 
@@ -133,7 +135,7 @@ class LayerTimes(Attachment):
             self._awaits_end = not before_backward(tensors_in(output), call.first_node, begins)
             if not self._awaits_end:
                 self._awaited.add(ends)
-                self._end = weakref.ref(ends, lambda _: self.lost() if self._begun else None)
+                self._newest = weakref.ref(ends, lambda _: self.lost() if self._begun else None)
 
     def _end_microbatch(self) -> None:
         self.alone = self._begun == 1 and not self.in_flight and not self._awaited

@@ -41,8 +41,7 @@ class WatchedPlan(HookedLayers):
     """
 
     def __init__(self, layers: list[nn.Module], context: OffloadContext, plan: Plan) -> None:
-        self._times = LayerTimes(layers, context.backend, ended=self._end_backward)
-        self._times.lost = self._note_lost
+        self._times = LayerTimes(layers, context.backend, ended=self._end_backward, lost=self._note_lost)
         super().__init__(layers, context)
         begins = [ForwardBegins(partial(self._begin_forward, number)) for number in range(len(layers))]
         self._begins = Attachment(layers, begins)

@@ -311,7 +311,7 @@ def test_a_budget_that_is_broken_as_longer_inputs_begin_beside_others_is_said(la
 
 
 def one_forward_one_backward(layers: nn.ModuleList, lengths: list[int]) -> int:
-    """The most that a step needs in which two microbatches are in flight, the older one's backward first."""
+    """The most that a step needs in which up to three microbatches are in flight, the oldest one's backward first."""
     with offload.memory_meter("cpu") as meter:
         losses: list[torch.Tensor] = []
         for length in lengths:

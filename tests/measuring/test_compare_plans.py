@@ -123,7 +123,7 @@ def test_a_few_slow_microbatches_say_nothing_of_a_plan() -> None:
 
 
 def test_a_plan_that_is_fast_now_and_then_is_not_the_fastest() -> None:
-    """As ConvNeXt-L on a host of few cores: one step in four was the shortest of all, and most were 20% longer."""
+    """As ConvNeXt-L, whose plan that copies took 122 ms at best and 151 most of the time, and checkpoints 127."""
     now, checkpoints = plan(1.0), plan(1.3)
     device = Device()
     compare = ComparePlans(device)
