@@ -45,7 +45,9 @@ WAYS: dict[str, Callable[..., offload.StreamedOptimizer]] = {
     "streamed, beside the next forward": partial(stream, overlap_forward=True),
     "streamed in backward": partial(stream, in_backward=True),
     "streamed in backward, beside the next forward": partial(stream, in_backward=True, overlap_forward=True),
-    "streamed in backward, 16 GiB resident": partial(stream, in_backward=True, resident_bytes="16GiB"),
+    "streamed in backward, beside the next forward, 16 GiB resident": partial(
+        stream, in_backward=True, overlap_forward=True, resident_bytes="16GiB"
+    ),
     "streamed in backward, gradients consumed": partial(stream, in_backward=True, consume_gradients=True),
 }
 TORCHAO = "torchao's CPUOffloadOptimizer"

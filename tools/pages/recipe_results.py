@@ -157,6 +157,7 @@ WAYS = (
     "streamed in backward",
     "streamed in backward, gradients consumed",
     "streamed in backward, beside the next forward",
+    "streamed in backward, beside the next forward, 16 GiB resident",
     "torchao's CPUOffloadOptimizer",
 )
 
