@@ -54,7 +54,7 @@ from offload.schedule.schedule import Schedule
 _logger = logging.getLogger(__name__)
 
 RESERVE = 0.02  # of the budget: a plan leaves it free unless it recomputes as measured steps do, which do not show all
-SLACK = 0.005  # of the budget, by which checkpoints may be above it: else copies would keep the peak of PyTorch's own
+SLACK = 0.005  # of it, by which the least of checkpoints may be above it: else copies would keep the peak of PyTorch's
 CORRECTIONS = 3  # how often a plan is made again because its peak broke the budget
 
 
@@ -314,7 +314,7 @@ class FollowPlan(HookedLayers):
     def _keep_to_budget(self, largest: Plan, inputs: Inputs) -> None:
         """Plan again with less if the last microbatch, which had these inputs, has broken the budget by its plan."""
         over, smaller = self._peak_bytes - self._budget, self.plan is not largest
-        allowed = SLACK * self._budget if largest.peak_bytes > (1 - RESERVE) * self._budget else 0
+        allowed = SLACK * self._budget if largest.peak_bytes > self._budget else 0
         if smaller and over > 0:
             _logger.info("a plan for smaller inputs needed %s: it is given up", format_bytes(self._peak_bytes))
             self._plans = {key: largest if one is self.plan else one for key, one in self._plans.items()}
@@ -416,12 +416,12 @@ class FollowPlan(HookedLayers):
         budget, missing = self._as_asked(self._budget), format_bytes(self.missing_bytes)
         link, host_bytes = self._left.link(self.link), self._left.host_bytes()
         plans, least_bytes = {}, math.inf
-        slack = SLACK if self._corrections_left == CORRECTIONS else 0.0  # what is predicted is not too high then
-        for among in Among:
-            left = round((1 + (slack if among is Among.CHECKPOINTS else -RESERVE)) * self._budget)
+        slack = SLACK if (over_bytes or 0) <= SLACK * self._budget else 0.0  # else the same plan would follow
+        for among, share in [*zip(Among, (1 - RESERVE, 1 - RESERVE, 1), strict=True), (Among.CHECKPOINTS, 1 + slack)]:
             try:
-                made = make_plan(profile, left, link, max_host_bytes=host_bytes, among=among)
-                plans[among] = replace(made, memory_budget=self._budget)
+                if among not in plans:
+                    made = make_plan(profile, round(share * self._budget), link, max_host_bytes=host_bytes, among=among)
+                    plans[among] = replace(made, memory_budget=self._budget)
             except TooLittleMemoryError as error:  # fewer policies need not fit, nor more: they leave a reserve
                 least_bytes = min(least_bytes, error.least_bytes / (1 - RESERVE))
         if not (plans or self.recomputed_fits) and self._counted_gradients > self._timed_gradients:

@@ -26,7 +26,7 @@ from offload.device.select import get_backend
 from offload.host import page_locked
 from offload.host import pool as host_pool
 from offload.measuring.compare_plans import ComparePlans
-from offload.measuring.follow_plan import RESERVE, SLACK
+from offload.measuring.follow_plan import RESERVE
 from offload.measuring.layer_times import LayerTimes
 from offload.measuring.memory_left import left_bytes
 from offload.observe.memory import CpuMemoryPeak, MemoryPeak
@@ -1080,11 +1080,10 @@ def test_what_is_needed_outside_of_the_layers_is_taken_off(
             assert handle.plan.profile.loss_bytes == first.profile.loss_bytes + 1000 + left_free_by(first)
     [line] = [one for one in caplog.messages if "planned again" in one]
     assert f"= {format_bytes(budget)}: the last microbatch needed {format_bytes(budget + 1000)}" in line
-    # What a plan of checkpoints may be predicted above the budget is not granted again, or the plan might be the same.
     planned = [one.partition(":")[0] for one in caplog.messages if one.startswith("planned for")]
-    assert planned[-1] == f"planned for {format_bytes(budget)}"
+    assert planned[-1] == f"planned for {format_bytes(budget)}"  # by checkpoints, for which no more is needed
     assert planned[:2] == [f"planned for {format_bytes(round((1 - RESERVE) * budget))}"] * 2
-    assert planned[2] == f"planned for {format_bytes(budget + round(SLACK * budget))}"
+    assert planned[2] == planned[-1]
 
 
 @pytest.mark.parametrize(("needed", "again"), [(1.004, False), (1.006, True)])
@@ -1110,7 +1109,7 @@ def test_checkpoints_may_need_some_bytes_beyond_the_budget(
         peaks.peak_bytes = round(needed * meter.peak_bytes)
         for _ in range(2):
             step_gradients(layers, x)
-        assert (handle.plan is not plan) == again
+        assert (handle.plan.policies != plan.policies or handle.plan.num_layers > 0) == again
 
 
 @pytest.mark.usefixtures("keep_scores")
