@@ -81,7 +81,7 @@ def _counts(found: list[Row]) -> str:
     )
     budgets = [one["row"] for one in found]
     if over := [excess for row in budgets if (excess := row["peak_bytes"] / row["budget_bytes"] - 1) > 0]:
-        said += f" {len(over)} of the peaks are above the budget, by at most {max(over):.1%}."
+        said += f" Peaks above the budget: {len(over)}, by at most {max(over):.2%}."
     both = [row for row in budgets if "first_predicted_s" in row and "predicted_s" in row]
     if not both:
         return said
