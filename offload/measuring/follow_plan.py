@@ -112,6 +112,7 @@ class FollowPlan(HookedLayers):
         self._planned_gradients = 0  # those that a microbatch is planned to begin with: the most so far
         self._timed_gradients = self._counted_gradients = 0  # those with which one was timed, and that the plan counts
         self._watches = True  # whether the peaks of microbatches are measured
+        self._most_in_flight = self._again = 0  # as one began; in how many steps peaks are measured again for it
         self._timed_all = self._ran_all = False  # whether the timed, and the last, microbatch has skipped no layer
         self._counted = False  # whether what the last microbatch saved before its first layer was counted
         self._proves = False  # whether this is a plan's first microbatch, which may hold layers twice to prove it
@@ -243,13 +244,14 @@ class FollowPlan(HookedLayers):
                 self._change_to(other)
         if (largest := self.largest_plan) is not None:
             self._follow(self._plan_at(size, largest))
+        if self._times.in_flight > self._most_in_flight:  # those have not been counted, and are to be in the next step
+            self._most_in_flight, self._again = self._times.in_flight, 0 if self._watches or self._said else 2
         if goes_on:
             return
         self._gradient_bytes, self._peak_bytes = gradient_bytes, self._peak_bytes if largest is None else 0
-        self._watches = self._watches or self._stage == "learning"
+        self._watches = self._watches or self._stage == "learning" or self._again > 0
         if self._watches:
-            # What nobody has counted that was there when the microbatch began would not be seen to be freed.
-            self._proves = self._proves or not self._counted
+            self._proves |= not self._counted  # what nobody has counted would not be seen to be freed
             self._peak.start()
         else:
             self._peak.stop()
@@ -329,13 +331,13 @@ class FollowPlan(HookedLayers):
             tried = "although everything is recomputed" if least else f"by {CORRECTIONS + 1} plans"
             budget, needed = map(self._as_asked, (self._budget, self._peak_bytes))
             self._left.broken.warn(budget, f"was not met {tried}: a microbatch needed {needed}.")
-            self._said, self._watches = True, not (self._peak.costs_time and self._ran_all)
+            self._said, self._again, self._watches = True, 0, not (self._peak.costs_time and self._ran_all)
         else:
             self._left.broken.tell()
             grown = max(0.0, self._planned[()] / inputs.elements - 1) * (self._peak_bytes - self._begin_bytes)
             largest_fits = over + grown <= TOLERANCE * self._budget and not (smaller or self._times.in_flight)
             if largest_fits and self._ran_all and self._gradient_bytes >= self._planned_gradients:
-                self._watches = not self._peak.costs_time
+                self._watches, self._again = not self._peak.costs_time or self._again > 0, max(0, self._again - 1)
 
     def _need_more(self, plan: Plan) -> None:
         """Count what the last microbatch, under this plan, has needed beyond the budget, and what the plan leaves."""
@@ -406,10 +408,7 @@ class FollowPlan(HookedLayers):
             raise
 
     def _make_plan(self, over_bytes: int | None = None) -> None:
-        """Follow a plan for inputs of the planned size, in place of one that needed so much ``over_bytes``.
-
-        It fits beside what is needed outside of the layers; if there is none, everything is recomputed.
-        """
+        """Follow a plan for the planned size, after one that needed ``over_bytes`` too many; or recompute all."""
         self.profile, missing_bytes = self._costs.at(self._planned)
         profile = self._costs.beside(self.profile, missing_bytes, self._counted_gradients)
         self.missing_bytes = missing_bytes + self._counted_gradients
