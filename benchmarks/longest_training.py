@@ -146,8 +146,7 @@ class Search:
         if failed is not None:
             most = min(most, failed - self.grain, self._whole(FEWER * failed))
         longest, refused = min(most, max(measured, self._whole(SHARE * promised))), most + self.grain
-        if not self._plan(longest):
-            longest, refused = min(measured, most), longest  # those have run
+        self._plan(longest)
         self.training.step(self.short)  # at its end, the recipe for the planned length is put in place
         while longest + self.grain < refused:
             tokens = self._whole((longest + refused) / 2)
