@@ -146,6 +146,7 @@ class RegionSet(ActivationSet):
         if frame is not None:
             frame.open = False
         if failed or frame is None:
+            self._contents = None  # the arguments have the graph of the layers before, which holds this set
             return
         if self._number < self._limit and not frame.strange:
             self._take_another_way(frame, self._number)  # it has saved less

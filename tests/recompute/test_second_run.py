@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -1697,6 +1697,51 @@ def test_an_abandoned_graph_is_freed_by_reference_counts(lab: Lab) -> None:
                     loss_of(y).backward(retain_graph=True)
                 del y
                 assert [one.expired() for one in made] == [True] * len(made)
+    finally:
+        gc.enable()
+
+
+class Doubled(torch.autograd.Function):
+    """Lives as long as its graph."""
+
+    made: ClassVar[list[weakref.ref[Any]]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        Doubled.made.append(weakref.ref(ctx))
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+@pytest.mark.parametrize("steps", range(4))  # before: it fails while it learns, proves, or follows
+def test_the_graph_of_a_forward_that_fails_is_freed_by_reference_counts(steps: int, lab: Lab) -> None:
+    """Also of the layers before the one that has failed, which may have run out of memory."""
+    fails = [False]
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = (Doubled.apply(x) @ w).sin()
+        if fails[0] and len(Doubled.made) == LAYERS:
+            raise torch.OutOfMemoryError("none is left")
+        return y - x
+
+    layers, x = functions(function, lab)
+    gc.collect()
+    gc.disable()
+    try:
+        with offload.offload_layers(layers, 1, policies={"*": "recompute"}, min_bytes=0, device=lab.device):
+            for _ in range(steps):
+                loss_of(through(layers, x * 1)).backward()
+            Doubled.made.clear()
+            fails[0] = True
+            with pytest.raises(torch.OutOfMemoryError):
+                through(layers, x * 1)
+            assert [one() for one in Doubled.made] == [None] * LAYERS
+            fails[0] = False
+            for _ in range(2):
+                loss_of(through(layers, x * 1)).backward()
     finally:
         gc.enable()
 
