@@ -250,6 +250,7 @@ class Frame:
                     pop_hooks(check.pack)
             except BaseException:
                 pop_hooks(check.pack)  # an interrupt may have come before they were off
+                check.found.clear()  # this run's graph holds the hook, and these have the graph
                 raise
         check.end()
 
@@ -305,6 +306,7 @@ class SavedCheck:
 
     def end(self) -> None:
         if self._missing:
+            self.found.clear()
             raise self.frame.other("saves fewer tensors")
         # Not in the run, where a dispatch mode would see it.
         self.found = {number: one if one.is_leaf else one.detach() for number, one in self.found.items()}
