@@ -54,7 +54,7 @@ from offload.schedule.schedule import Schedule
 _logger = logging.getLogger(__name__)
 
 RESERVE = 0.02  # of the budget: a plan leaves it free unless it recomputes as measured steps do, which do not show all
-SLACK = 0.005  # of it, by which the least of checkpoints may be above it: else copies would keep the peak of PyTorch's
+SLACK = 0.005  # of it, by which checkpoints that need least may be above: else copies would keep the peak of PyTorch's
 CORRECTIONS = 3  # how often a plan is made again because its peak broke the budget
 
 
