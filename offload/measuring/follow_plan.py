@@ -1,10 +1,10 @@
 """Layers that are measured in their first microbatches, and follow a plan from then on.
 
 In the first microbatch everything is recomputed, the layers' inputs are offloaded, and each region is timed. The second
-microbatch runs in the same way, and the layers are timed as a whole. That makes a profile, the profile a plan, and the
-plan's schedule and policies are followed. Inputs for which something needs more than for any before get a new plan
-before they run, from what was measured. Smaller ones follow that plan in as few layers as are enough, and the other
-layers keep everything. Much larger ones are timed as the second was.
+runs in the same way, and the layers are timed as a whole. That makes a profile, and the profile a plan, which is
+followed. Inputs for which something needs more than for any before get a new plan before they run, from what was
+measured. Smaller ones follow that plan in as few layers as are enough, and the other layers keep everything. Much
+larger ones are timed as the second was.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class FollowPlan(HookedLayers):
         self._planned_gradients = 0  # those that a microbatch is planned to begin with: the most so far
         self._timed_gradients = self._counted_gradients = 0  # those with which one was timed, and that the plan counts
         self._watches = True  # whether the peaks of microbatches are measured
-        self._most_in_flight = self._again = 0  # as one began; in how many steps peaks are measured again for it
+        self._most_in_flight = self._rewatch = 0  # as one began; for how many steps peaks are measured for that
         self._timed_all = self._ran_all = False  # whether the timed, and the last, microbatch has skipped no layer
         self._counted = False  # whether what the last microbatch saved before its first layer was counted
         self._proves = False  # whether this is a plan's first microbatch, which may hold layers twice to prove it
@@ -245,11 +245,11 @@ class FollowPlan(HookedLayers):
         if (largest := self.largest_plan) is not None:
             self._follow(self._plan_at(size, largest))
         if self._times.in_flight > self._most_in_flight:  # those have not been counted, and are to be in the next step
-            self._most_in_flight, self._again = self._times.in_flight, 0 if self._watches or self._said else 2
+            self._most_in_flight, self._rewatch = self._times.in_flight, 0 if self._watches or self._said else 2
         if goes_on:
             return
         self._gradient_bytes, self._peak_bytes = gradient_bytes, self._peak_bytes if largest is None else 0
-        self._watches = self._watches or self._stage == "learning" or self._again > 0
+        self._watches = self._watches or self._stage == "learning" or self._rewatch > 0
         if self._watches:
             self._proves |= not self._counted  # what nobody has counted would not be seen to be freed
             self._peak.start()
@@ -316,11 +316,10 @@ class FollowPlan(HookedLayers):
     def _keep_to_budget(self, largest: Plan, inputs: Inputs) -> None:
         """Plan again with less if the last microbatch, which had these inputs, has broken the budget by its plan."""
         over, smaller = self._peak_bytes - self._budget, self.plan is not largest
-        allowed = SLACK * self._budget if largest.peak_bytes > self._budget else 0
         if smaller and over > 0:
             _logger.info("a plan for smaller inputs needed %s: it is given up", format_bytes(self._peak_bytes))
             self._plans = {key: largest if one is self.plan else one for key, one in self._plans.items()}
-        elif over > allowed and self._corrections_left:
+        elif over > SLACK * self._budget * (largest.peak_bytes > self._budget) and self._corrections_left:
             self._corrections_left -= 1
             self._need_more(largest)
             self._make_plan(over)
@@ -331,13 +330,14 @@ class FollowPlan(HookedLayers):
             tried = "although everything is recomputed" if least else f"by {CORRECTIONS + 1} plans"
             budget, needed = map(self._as_asked, (self._budget, self._peak_bytes))
             self._left.broken.warn(budget, f"was not met {tried}: a microbatch needed {needed}.")
-            self._said, self._again, self._watches = True, 0, not (self._peak.costs_time and self._ran_all)
+            self._said, self._rewatch, self._watches = True, 0, not (self._peak.costs_time and self._ran_all)
         else:
             self._left.broken.tell()
             grown = max(0.0, self._planned[()] / inputs.elements - 1) * (self._peak_bytes - self._begin_bytes)
             largest_fits = over + grown <= TOLERANCE * self._budget and not (smaller or self._times.in_flight)
             if largest_fits and self._ran_all and self._gradient_bytes >= self._planned_gradients:
-                self._watches, self._again = not self._peak.costs_time or self._again > 0, max(0, self._again - 1)
+                self._watches = not self._peak.costs_time or self._rewatch > 0
+                self._rewatch -= self._rewatch > 0
 
     def _need_more(self, plan: Plan) -> None:
         """Count what the last microbatch, under this plan, has needed beyond the budget, and what the plan leaves."""
@@ -416,7 +416,8 @@ class FollowPlan(HookedLayers):
         link, host_bytes = self._left.link(self.link), self._left.host_bytes()
         plans, least_bytes = {}, math.inf
         slack = SLACK if (over_bytes or 0) <= SLACK * self._budget else 0.0  # else the same plan would follow
-        for among, share in [*zip(Among, (1 - RESERVE, 1 - RESERVE, 1), strict=True), (Among.CHECKPOINTS, 1 + slack)]:
+        shares = dict.fromkeys(Among, 1 - RESERVE) | {Among.CHECKPOINTS: 1.0}  # of the budget
+        for among, share in [*shares.items(), (Among.CHECKPOINTS, 1 + slack)]:
             try:
                 if among not in plans:
                     made = make_plan(profile, round(share * self._budget), link, max_host_bytes=host_bytes, among=among)

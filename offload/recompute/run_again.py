@@ -250,7 +250,7 @@ class Frame:
                     pop_hooks(check.pack)
             except BaseException:
                 pop_hooks(check.pack)  # an interrupt may have come before they were off
-                check.found.clear()  # this run's graph holds the hook, and these have the graph
+                check.found.clear()  # as in end()
                 raise
         check.end()
 
@@ -305,11 +305,11 @@ class SavedCheck:
         self.found[number] = tensor
 
     def end(self) -> None:
+        found, self.found = self.found, {}  # they have the graph of the run, which holds the hook, and so this
         if self._missing:
-            self.found.clear()
             raise self.frame.other("saves fewer tensors")
         # Not in the run, where a dispatch mode would see it.
-        self.found = {number: one if one.is_leaf else one.detach() for number, one in self.found.items()}
+        self.found = {number: one if one.is_leaf else one.detach() for number, one in found.items()}
 
 
 class Comparison(SavedCheck):

@@ -185,9 +185,11 @@ def optimizer_state(_page: Path) -> str:
         tokens, microbatches, clipping = size
         return f"{tokens:,} tokens" + f" × {microbatches}, clipped" * clipping
 
-    names = {what: what.replace("beside the next forward", "while the next forward runs") for what in WAYS}
-    names[f"{WAYS[5]}, 16 GiB resident"] = "the same, 16 GiB resident"
-    shown = [{"optimizer state": names[what]} | {title(size): cell(what, size) for size in sizes} for what in WAYS]
+    def name(what: str) -> str:
+        *_, more = what.partition("beside the next forward")
+        return f"the same{more}" if more else what.replace("beside the next forward", "while the next forward runs")
+
+    shown = [{"optimizer state": name(what)} | {title(size): cell(what, size) for size in sizes} for what in WAYS]
     link = sorted({f"{row['link_s']:.2f}" for row in rows if row["link_s"]})
     copies = f"{link[0]} to {link[-1]}" if len(link) > 1 else link[0]
     pinned = sorted({gib1(row["pinned_bytes"]) for row in rows if row["link_s"]})
