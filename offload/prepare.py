@@ -122,8 +122,8 @@ def prepare(
     elif layers is None or isinstance(layers, str) or (callable(layers) and not isinstance(layers, nn.Module)):
         found = find_layers(model, layers)
     modules = check_layers(found, OffloadListener, "offloaded")
-    # Three slots of each optimizer take together at most a thirtieth of the budget.
-    chunk_bytes = max(1 << 12, min(CHUNK_BYTES, budget // 90 // len(optimizers)))
+    # Six slots of each optimizer take together at most a thirtieth of the budget.
+    chunk_bytes = max(1 << 11, min(CHUNK_BYTES, budget // 180 // len(optimizers)))
     in_float32: dict[str, Any] = {"state_dtype": state_dtype, "master_weights": master_weights}
     training = training_bytes(model, modules, optimizers, chunk_bytes, target, **in_float32)
     places: set[str] = {"resident", "streamed"}

@@ -87,7 +87,7 @@ def answer_plan(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
 
 def recipes_for(model: Counted, usable: int, link: Link, host: int | None) -> TrainingPlan:
     """Where weights, gradients and optimizer state may be, each with a plan of the activations in what is left."""
-    training = replace(model.training, slots=NUM_SLOTS * min(CHUNK_BYTES, usable // 90))
+    training = replace(model.training, slots=NUM_SLOTS * min(CHUNK_BYTES, usable // 180))
     made = plan_recipes(
         Prediction(training, link, RECIPES[0], arithmetic_s=model.profile.other_s),
         usable,

@@ -1,9 +1,9 @@
 """Steps an optimizer chunk by chunk: state to the device, step, state to the host, each on its own stream.
 
 A chunk is made of pieces of parameters. The state of the pieces is loaded into a device slot; the step of the user's
-own class runs on the pieces, by way of a stand-in; the new state is copied back to the host. Three slots let the load
-of one chunk, the step of another and the copy of a third run at the same time. Nothing blocks the host, and from the
-second step on nothing is allocated but what the optimizer's own step allocates.
+own class runs on the pieces, by way of a stand-in; the new state is copied back to the host. Slots let the load of one
+chunk, the step of another and the copy of a third run at the same time. Nothing blocks the host, and from the second
+step on nothing is allocated but what the optimizer's own step allocates.
 
 Of parameters whose weights are on the host, the weights and the gradients there are loaded with the state, as far as
 they are not on the device already, and the weights are written with the state.
@@ -39,7 +39,7 @@ from offload.optimizer.proof import (
 )
 from offload.optimizer.state import REMAINDER, TOTAL, WEIGHTS, ParameterState, StateStore, join, local, split
 
-NUM_SLOTS = 3
+NUM_SLOTS = 6  # three keep the link and compute busy; the others hold what either has ready before the other needs it
 PIECE_ELEMENTS = 1024  # pieces begin at multiples of this: vectors of kernels, and the alignment of copies
 
 
@@ -284,6 +284,7 @@ class ChunkStepper:
         slot.free = stepped = compute.record_event()
         if copies:
             backend.wait(self._d2h_stream, stepped, StepWait.STEPPED)
+            backend.give_way(self._d2h_stream)
             with trace.mark("d2h"):
                 for _, home, value in copies:
                     backend.copy(self._d2h_stream, home, value)

@@ -143,9 +143,9 @@ class BackwardSteps:
         self._room = 0
         # The parameters that this step has stepped: the gradient unless it was consumed, and what versions they had.
         self._seen: dict[torch.Tensor, tuple[torch.Tensor | None, int, int]] = {}
-        self._flights: deque[tuple[list[torch.Tensor], Event, bool]] = deque()
-        """Gradients in use beside compute, the event after which they are not, and whether ``parameter.grad`` of the
-        program lacks them."""
+        self._flights: deque[tuple[list[torch.Tensor], Event, bool, int]] = deque()
+        """Gradients in use beside compute, the event after which they are not, whether ``parameter.grad`` of the program
+        lacks them, and the number of their chunks."""
         self.runs: set[object] = set()
         """Runs of autograd's engine that have given a gradient; with reentrant checkpoints they are nested. And the
         backward of streamed layers, which ends by itself."""
@@ -194,7 +194,7 @@ class BackwardSteps:
         if self._consume:
             waiting = (self.stepper.store.of(one).gradient for one in self._waiting)
             yield from (one for one in waiting if one is not None)
-        for gradients, _, owned in self._flights:
+        for gradients, _, owned, _ in self._flights:
             yield from gradients if owned else ()
 
     def finish(self) -> set[torch.Tensor]:
@@ -287,8 +287,7 @@ class BackwardSteps:
 
     def step_layer(self, given: Mapping[torch.Tensor, Given], most_flights: int) -> Event | None:
         """Step parameters of one layer; returns the event after which the new weights are on the host."""
-        # Compute waits until at most ``most_flights`` steps use device memory.
-        store = self.stepper.store
+        store = self.stepper.store  # compute waits until at most ``most_flights`` steps use device memory
         for parameter in given:
             self._check_first(parameter)
         self.stepper.torn = CUT_OFF
@@ -312,7 +311,8 @@ class BackwardSteps:
         self._waiting, self._room = {}, self.stepper.chunk_bytes
         if parameters:
             self._step(parameters, owned=self._consume)
-        while len(self._flights) > NUM_SLOTS:
+        # Chunks behind the oldest step that take all slots: what comes after them has to wait for it in any case.
+        while sum(chunks for *_, chunks in [*self._flights][1:]) >= NUM_SLOTS:
             self._land()
 
     def _step(self, parameters: list[torch.Tensor], *, owned: bool) -> None:
@@ -328,15 +328,16 @@ class BackwardSteps:
             backend.wait(backend.compute_stream(), complete, StepWait.GRADIENT)
             stepper.step([(self.groups[parameter], parameter) for parameter in parameters])
             stepped = backend.compute_stream().record_event()
-        stepper.counters["backward_chunks"] += stepper.counters["chunks"] - before
+        chunks = stepper.counters["chunks"] - before
+        stepper.counters["backward_chunks"] += chunks
         for state, gradient in zip(states, gradients, strict=True):
             versions = gradient._version, state.parameter._version
             self._seen[state.parameter] = None if owned else gradient, *versions
-        self._flights.append((gradients, stepped, owned))
+        self._flights.append((gradients, stepped, owned, chunks))
 
     def _land(self) -> None:
         """Compute waits for the oldest step beside it: it may use the memory of the gradients from here on."""
-        gradients, stepped, owned = self._flights.popleft()
+        gradients, stepped, owned, _ = self._flights.popleft()
         backend = self.stepper.backend
         if owned or not self._flights:
             backend.wait(backend.compute_stream(), stepped, StepWait.JOINED)
@@ -352,9 +353,8 @@ class BackwardSteps:
         self._waiting.clear()
         if self._flights:
             # The program may load a checkpoint next. Whose thread this is, and what its stream is, is not known.
-            _, last, _ = self._flights[-1]
             try:
-                self.stepper.backend.wait_on_host(last, StepWait.JOINED)
+                self.stepper.backend.wait_on_host(self._flights[-1][1], StepWait.JOINED)
             except RuntimeError:  # the program has the error of its backward, and a finalizer may have called
                 _logger.exception("a copy has failed beside a backward that had failed")
             finally:

@@ -55,7 +55,7 @@ def slow_loads(lab: Lab) -> bool:
 
 def slow_copies(lab: Lab) -> bool:
     """The next chunk's load could begin long before the slot is on the host."""
-    return same_bits(lab, adamw, 3, d2h_s=LATE_S, chunk_bytes="8KiB")
+    return same_bits(lab, adamw, 3, d2h_s=LATE_S, chunk_bytes="8KiB", parameters=12)
 
 
 def one_chunk(lab: Lab) -> bool:
@@ -158,8 +158,8 @@ def test_copies_run_beside_each_other(lab: Lab) -> None:
     run.handle._stepper.step_chunk = lambda loaded: (order.append("step"), step_chunk(loaded))[1]
     run.steps(range(1))
     chunks = order.count("step")
-    assert chunks > 3
-    assert order[:5] == ["load", "load", "load", "step", "load"]
+    assert chunks > 6
+    assert order[:8] == [*["load"] * 6, "step", "load"]
 
 
 @pytest.mark.parametrize("make", [adamw, momentum], ids=["AdamW", "SGD"])
@@ -169,17 +169,17 @@ def test_no_step_has_all_state_on_the_device(make: Callable[..., torch.optim.Opt
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer = make(parameters)
-    chunk = 128 << 10
+    chunk = 64 << 10
     handle = stream(optimizer, chunk_bytes=chunk)
     state_bytes = handle.stats().host_bytes
-    assert state_bytes >= 32 * chunk
+    assert state_bytes >= 64 * chunk
     assert handle.stats().slot_bytes == 0
     for _ in range(3):
         with memory_meter(lab.device) as meter:
             optimizer.step()
             handle.synchronize()
-        assert meter.peak_bytes <= 8 * chunk  # three slots, and what AdamW computes with
-    assert handle.stats().slot_bytes <= 3 * chunk
+        assert meter.peak_bytes <= 16 * chunk  # six slots, and what AdamW computes with
+    assert handle.stats().slot_bytes <= 6 * chunk
     resident = make(parameters)
     with memory_meter(lab.device) as meter:
         resident.step()

@@ -73,7 +73,7 @@ def peaks(
         if isinstance(weights, offload.WeightStats):
             held += weights.slot_bytes - sum(one.nbytes for one in model.layers.parameters())
         if recipe.optimizer == "streamed":
-            held += 3 * (budget // 90)  # as slots are predicted
+            held += 6 * (budget // 180)  # as slots are predicted
         return planned.device_bytes - held, meter.peak_bytes
 
 

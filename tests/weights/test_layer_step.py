@@ -666,7 +666,7 @@ def test_no_more_gradients_than_the_steps_beside_backward_need_are_on_the_device
     """As compute waits for the oldest step, however many layers there are."""
     layers = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(12)).to(lab.device)
     x = torch.ones(2, 256, device=lab.device)
-    options: dict[str, Any] = {"in_backward": True, "consume_gradients": True, "chunk_bytes": "256KiB"}
+    options: dict[str, Any] = {"in_backward": True, "consume_gradients": True, "chunk_bytes": "128KiB"}
     weights = stream_weights(layers, lab.device) if streamed else nullcontext()
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.1, momentum=0.9)
     with weights, stream_optimizer(optimizer, **options):

@@ -22,15 +22,16 @@ LATE_S = 0.05
 Scenario = Callable[[Lab], bool]
 
 
-def built() -> tuple[nn.ModuleList, torch.Tensor]:
+def built(layers: int = LAYERS) -> tuple[nn.ModuleList, torch.Tensor]:
     torch.manual_seed(0)
-    return nn.ModuleList(Linear() for _ in range(LAYERS)), torch.randn(4, WIDTH)
+    return nn.ModuleList(Linear() for _ in range(layers)), torch.randn(4, WIDTH)
 
 
 def same_bits(
     lab: Lab,
     steps: int = 2,
     *,
+    layers: int = LAYERS,
     on_host: bool = False,
     delays: dict[str, float],
     read: Callable[[nn.ModuleList], list[torch.Tensor]] | None = None,
@@ -39,20 +40,20 @@ def same_bits(
     """Whether weights are those of the resident run; ``on_host`` steps with gradients from the host."""
     found = []
     for streamed in (False, True):
-        layers, x = built()
+        modules, x = built(layers)
         x = x.to(lab.device)
         if not streamed:
-            layers.to(lab.device)
-        weights = stream_weights(layers, lab.device) if streamed else None
-        optimizer = torch.optim.SGD(layers.parameters(), lr=0.5)
+            modules.to(lab.device)
+        weights = stream_weights(modules, lab.device) if streamed else None
+        optimizer = torch.optim.SGD(modules.parameters(), lr=0.5)
         handle = stream_optimizer(optimizer, in_backward=not on_host, **options) if streamed else None
         lab.slow(**(delays if streamed else {}))
         for _ in range(steps):
-            loss_of(forward(layers, x)).backward()
+            loss_of(forward(modules, x)).backward()
             optimizer.step()
             optimizer.zero_grad()
         # At once: while copies may still run.
-        found.append([parameter.detach().to("cpu", copy=True) for parameter in layers.parameters()])
+        found.append([parameter.detach().to("cpu", copy=True) for parameter in modules.parameters()])
         lab.slow()
         lab.drain()
         if handle is not None and weights is not None:
@@ -76,9 +77,14 @@ def slow_loads_of_weights(lab: Lab) -> bool:
     return same_bits(lab, on_host=True, delays={"h2d_s": LATE_S})
 
 
-def slow_copies_of_chunks(lab: Lab) -> bool:
+def slow_copies_of_chunks(lab: Lab, layers: int = LAYERS) -> bool:
+    """The program reads weights while they are on the way."""
+    return same_bits(lab, layers=layers, on_host=True, delays={"d2h_s": LATE_S}, chunk_bytes="8KiB")
+
+
+def slow_copies_of_more_chunks_than_slots(lab: Lab) -> bool:
     """The next chunk's load could begin long before the slot's weights are on the host."""
-    return same_bits(lab, on_host=True, delays={"d2h_s": LATE_S}, chunk_bytes="8KiB")
+    return slow_copies_of_chunks(lab, 2 * LAYERS)
 
 
 def late_step(lab: Lab) -> bool:
@@ -103,7 +109,7 @@ SCENARIOS: list[tuple[Enum, Scenario]] = [
     (WeightWait.SLOT, slow_write_back),
     (WeightWait.UPDATED, read_at_once),
     (StepWait.LOADED, slow_loads_of_weights),
-    (StepWait.SLOT, slow_copies_of_chunks),
+    (StepWait.SLOT, slow_copies_of_more_chunks_than_slots),
     (StepWait.READ, slow_copies_of_chunks),
     (StepWait.STEPPED, late_step),
 ]
