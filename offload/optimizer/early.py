@@ -144,8 +144,8 @@ class BackwardSteps:
         # The parameters that this step has stepped: the gradient unless it was consumed, and what versions they had.
         self._seen: dict[torch.Tensor, tuple[torch.Tensor | None, int, int]] = {}
         self._flights: deque[tuple[list[torch.Tensor], Event, bool, int]] = deque()
-        """Gradients in use beside compute, the event after which they are not, whether ``parameter.grad`` of the program
-        lacks them, and the number of their chunks."""
+        """Gradients in use beside compute, the event after which they are not, whether ``parameter.grad`` of the
+        program lacks them, and the number of their chunks."""
         self.runs: set[object] = set()
         """Runs of autograd's engine that have given a gradient; with reentrant checkpoints they are nested. And the
         backward of streamed layers, which ends by itself."""
