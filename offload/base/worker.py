@@ -23,13 +23,20 @@ class Worker:
         self._process = os.getpid()
         self._starting = threading.Lock()
         self._jobs: _Jobs | None = None  # ``None`` as long as there is no thread
+        self._pending: deque[None] = deque()  # one for each job that is not over, there before its job
 
     def submit(self, job: Callable[[], object], errors: _Errors) -> None:
         """Queue ``job``; what it raises is appended to ``errors``, and the thread goes on."""
         if os.getpid() != self._process:
             self._begin()  # a forked child has no other threads
         jobs = self._jobs
+        self._pending.append(None)
         (self._start() if jobs is None else jobs).put((job, errors))
+
+    @property
+    def idle(self) -> bool:
+        """Whether all jobs so far are over."""
+        return not self._pending or os.getpid() != self._process
 
     def drain(self) -> None:
         if self._jobs is not None:
@@ -42,7 +49,8 @@ class Worker:
             if self._jobs is None:
                 # The thread first: an interrupt may leave a thread without work, but no queue without a thread.
                 jobs: _Jobs = SimpleQueue()
-                threading.Thread(target=_work, args=(jobs,), name=f"offload::{self._name}", daemon=True).start()
+                name = f"offload::{self._name}"
+                threading.Thread(target=_work, args=(jobs, self._pending), name=name, daemon=True).start()
                 self._jobs = jobs
             return self._jobs
 
@@ -51,11 +59,12 @@ class Worker:
             self._jobs.put(None)
 
 
-def _work(jobs: _Jobs) -> None:
+def _work(jobs: _Jobs, pending: deque[None]) -> None:
     while (queued := jobs.get()) is not None:
         job, errors = queued
         try:
             job()
         except BaseException as error:  # noqa: BLE001  the program raises it when it waits
             errors.append(error)
+        pending.popleft()
         del queued, job  # else the waiting thread would keep the job's tensors alive

@@ -68,12 +68,16 @@ class CpuStream:
 
     def record_event(self) -> CpuEvent:
         event = CpuEvent(self._backend)
-        self._worker.submit(event.set, self._backend.errors)
+        if self._worker.idle:
+            event.set()  # to ask another thread takes longer, and so does every operation while two threads run
+        else:
+            self._worker.submit(event.set, self._backend.errors)
         return event
 
     def wait_event(self, event: CpuEvent) -> None:
         """Let work queued from now on start after ``event``, also after one that failed: the program gets the error."""
-        self._worker.submit(event.wait, self._backend.errors)
+        if not event.is_set():
+            self._worker.submit(event.wait, self._backend.errors)
 
     def synchronize(self) -> None:
         """Block until all work queued so far is done; raise what it has raised."""

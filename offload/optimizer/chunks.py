@@ -70,7 +70,7 @@ class ParameterPiece(NamedTuple):
         """These elements of a tensor that looks like the parameter."""
         if (self.last and not self.start) or not tensor.ndim:
             return tensor
-        return tensor.as_strided((tensor.numel(),), (1,))[self.start : self.stop]
+        return tensor.as_strided((self.stop - self.start,), (1,), tensor.storage_offset() + self.start)
 
 
 @cache
