@@ -12,11 +12,11 @@ from offload.recompute.run_again import Frame
 from tests.lab import Lab
 
 from .architectures import CHOSEN, architectures
+from .architectures import check as check_architecture
 from .budgets import TOLERANCE
 from .budgets import check as check_budget
 from .operations import check, draw
 from .programs import check as check_program
-from .workers import run_cases
 
 pytestmark = pytest.mark.slow
 
@@ -25,11 +25,11 @@ def test_a_sample_of_operations_and_modules() -> None:
     seed = int(os.environ["OUTSIDE_SEED"])
     wrong = {}
     moved = 0
-    for case, report in run_cases("operations.check", draw(seed), limit_s=120):
-        moved += report.get("moved", 0)
-        found = report.get("different") or report.get("lost")
-        if found:
-            wrong[case] = found
+    for case in draw(seed):
+        report = check(*case)
+        moved += report.moved
+        if report.different:
+            wrong[case] = report.different
     assert not wrong, f"to see it again, set OUTSIDE_SEED={seed}"
     assert moved > 0
 
@@ -46,15 +46,11 @@ def test_a_missing_wait_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_of_each_kind() -> None:
     assert len(CHOSEN) >= 12
     names = architectures()
-    cases = [(name, names[name]) for name in CHOSEN]
-    reports = {name: report for (name, _), report in run_cases("architectures.check", cases, limit_s=120)}
-    wrong = {
-        name: {key: report[key] for key in ("different", "unrepeatable", "skipped", "lost") if report.get(key)}
-        for name, report in reports.items()
-    }
-    assert not {name: found for name, found in wrong.items() if found}
-    assert all(report["offloaded_bytes"] > 0 for report in reports.values())
-    assert all(report["recomputed"] > 0 for report in reports.values())
+    reports = {name: check_architecture(name, names[name]) for name in CHOSEN}
+    wrong = {name: (one.different, one.unrepeatable, one.skipped) for name, one in reports.items()}
+    assert not {name: found for name, found in wrong.items() if any(found)}
+    assert all(report.offloaded_bytes > 0 for report in reports.values())
+    assert all(report.recomputed > 0 for report in reports.values())
 
 
 HELD, TOO_SMALL, SAID = (3, 4), (23,), ((5025, 3), (6006, 3), (7041, 3), (8000, 1))
