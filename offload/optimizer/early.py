@@ -286,8 +286,8 @@ class BackwardSteps:
         self.runs.add(run)
 
     def step_layer(self, given: Mapping[torch.Tensor, Given], most_flights: int) -> Event | None:
-        """Step parameters of one layer; returns the event after which the new weights are on the host."""
-        store = self.stepper.store  # compute waits until at most ``most_flights`` steps use device memory
+        """Step one layer, and leave at most ``most_flights`` steps beside compute; returns the last copy's event."""
+        store = self.stepper.store
         for parameter in given:
             self._check_first(parameter)
         self.stepper.torn = CUT_OFF
