@@ -9,8 +9,10 @@ import fcntl
 import functools
 import gc
 import os
+import random
 import re
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +33,7 @@ os.environ.setdefault("OUTSIDE_SEED", str(int.from_bytes(os.urandom(3))))
 
 
 def pytest_report_header() -> str:
-    return f"OUTSIDE_SEED={os.environ['OUTSIDE_SEED']} repeats the samples of tests/outside/ and of test_faults.py"
+    return f"OUTSIDE_SEED={os.environ['OUTSIDE_SEED']} repeats what is drawn: cases of tests, and samples in them"
 
 
 # What is imported until all tests are collected stays; to look through it again and again takes a second.
@@ -124,7 +126,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return WHOLLY_SLOW.search(collection_path.read_text("utf-8")) is not None or None
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at what is marked as nightly
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    families: defaultdict[tuple[str, bool, int], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        for marker in () if item.get_closest_marker("nightly") else item.iter_markers("drawn"):
+            families[item.nodeid.partition("[")[0], _gpus_needed(item) > 0, *marker.args].append(item)
+    for (name, _, most), cases in families.items():
+        random.Random(f"{os.environ['OUTSIDE_SEED']} {name}").shuffle(cases)
+        for not_drawn in cases[most:]:
+            not_drawn.add_marker(pytest.mark.nightly)
     rank = {name: index for index, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
 

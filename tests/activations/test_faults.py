@@ -174,6 +174,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.slow
 @pytest.mark.timeout(0 if EACH else 1200)
 @pytest.mark.parametrize("fault", FAULTS)

@@ -60,6 +60,7 @@ def assert_runs(record: dict[str, Any], rows: str) -> None:
     assert all(record.get("equal", {}).values())
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.nightly if name in NIGHTLY else ()) for name in RUNS]
 )

@@ -41,6 +41,7 @@ def edges_of(layer):
     return {(one.name, tuple(layer.regions[read].name for read in one.reads)) for one in layer.regions}
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "dtype", "changes", "min_bytes"),

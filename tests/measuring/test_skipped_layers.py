@@ -174,6 +174,7 @@ ORDERS = {
 }
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("share", [0.4, pytest.param(0.8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_layers_that_run_again_before_backward_count_to_the_same_microbatch(order: list[int], share: float) -> None:
@@ -197,6 +198,7 @@ def test_layers_that_run_again_before_backward_count_to_the_same_microbatch(orde
     handle.remove()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "steps",
     [[(2, 4)] * 6, [(4, 2)] * 6, [(2, 2)] * 4 + [(2, 4)] * 4],

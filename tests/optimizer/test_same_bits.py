@@ -203,20 +203,16 @@ def compare(loop: Loop, make: Make, device: torch.device, dtype: torch.dtype = t
 EACH_WAY = ("AdamW", "Adafactor", "AdamW fused")
 
 
-@pytest.mark.parametrize(
-    ("name", "loop"),
-    [
-        pytest.param(name, loop, marks=() if name in EACH_WAY or loop in ("plain", "resumed") else pytest.mark.nightly)
-        for name in OPTIMIZERS | FUSED
-        for loop in LOOPS
-    ],
-)
+@pytest.mark.drawn(12)
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("name", OPTIMIZERS | FUSED)
 def test_twenty_steps(name: str, loop: str, device: torch.device) -> None:
     compare(LOOPS[loop], (OPTIMIZERS | FUSED)[name], device)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.nightly) for name in EACH_WAY[1:]] + ["AdamW"])
+@pytest.mark.parametrize("name", EACH_WAY)
 def test_steps_beside_the_next_forward(name: str, loop: str, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()  # with compiled code, steps wait
     handles, streamed = list[StreamedOptimizer](), stream
@@ -232,6 +228,7 @@ def test_steps_beside_the_next_forward(name: str, loop: str, lab: Lab, monkeypat
     assert any(handle.stats().forward_parameters for handle in handles) != told_by_tensors
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("name", MORE)
 def test_more_optimizers(name: str, device: torch.device) -> None:
     if name == "Adagrad" and 'state["sum"] =' not in inspect.getsource(torch.optim.Adagrad._init_group):

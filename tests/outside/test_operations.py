@@ -66,6 +66,7 @@ def test_the_peak_keeps_to_the_budget(seed: int) -> None:
     assert 0.5 < report.planned / report.budget <= 1 + TOLERANCE
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("varying", [False, True])
 @pytest.mark.parametrize(("seed", "microbatches"), SAID)
 def test_the_peak_keeps_to_the_budget_or_that_is_said(seed: int, microbatches: int, varying: bool) -> None:

@@ -8,7 +8,6 @@ import functools
 import http.server
 import logging
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -27,9 +26,6 @@ SMALLEST_PX = 9
 SOURCES = [ROOT / "index.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("notebooks/*.ipynb")]
 PAGES = sorted(path.relative_to(ROOT).with_suffix(".html").as_posix() for path in SOURCES)
 PAGES += ["genindex.html", "py-modindex.html", "search.html"]
-ONE_MORE_OF_A_KIND = re.compile(
-    r"docs/reference/(?!api)|notebooks/0[2-9]|genindex|py-modindex|CHANGELOG"  # made by the same templates
-)
 
 # Faults of the page as it stands, at its present width. Text of drawings is as high as the drawing is scaled; the
 # smallest in a notebook's bitmaps has 7 points at 100 dots per inch, which is 9.7 pixels, and 9 points in charts that
@@ -245,9 +241,8 @@ def axe() -> str:
     return (Path(axe_package.__file__).parent / "axe.min.js").read_text("utf-8")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.nightly if ONE_MORE_OF_A_KIND.match(name) else ()) for name in PAGES]
-)
+@pytest.mark.drawn(9)
+@pytest.mark.parametrize("name", PAGES)
 def test_page(reader, axe, name):
     reader.widen(WIDTHS[0])
     reader.open(name)

@@ -55,11 +55,13 @@ ON_THE_CPU = [
 ]
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("example", ON_THE_CPU)
 def test_on_the_cpu(example: Path, tmp_path: Path) -> None:
     run(example, tmp_path, NO_GPU, (*TORCH, *TRAINERS) if example.stem in TRAINED else TORCH)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", RANKS)
 def test_ranks_on_the_cpu(name: str, tmp_path: Path) -> None:
     """As torchrun starts them; that the script can do so itself is shown by the example of a pipeline, nightly."""

@@ -381,18 +381,19 @@ def command_says(text, capsys):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "state",
     [
         "layers=8",
         "preset=decoder",
-        pytest.param("", marks=pytest.mark.nightly),
-        pytest.param("preset=llama_8b", marks=pytest.mark.nightly),
-        pytest.param("preset=h100&host=32", marks=pytest.mark.nightly),
-        pytest.param("preset=gh200&tokens=16384&group=1", marks=pytest.mark.nightly),
+        "",
+        "preset=llama_8b",
+        "preset=h100&host=32",
+        "preset=gh200&tokens=16384&group=1",
         "preset=rtx4090&layers=8&link=own&rate=12&state=8&show=checkpointing",
-        pytest.param("preset=streamed&layers=40&bandwidth=3.34", marks=pytest.mark.nightly),
+        "preset=streamed&layers=40&bandwidth=3.34",
     ],
 )
 def test_the_command_on_the_page_says_nearly_what_the_page_says(state, seen, capsys):

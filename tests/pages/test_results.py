@@ -16,7 +16,6 @@ import results
 from benchmarks.recipe import MOST_PINNED
 
 DRAWINGS = drawing.at_both_widths(results.PICTURES)
-NIGHTLY = pytest.mark.nightly
 SCHEDULE = results.ROOT / "docs/_static/figures/schedule_2_of_5.svg"
 LINKS = SCHEDULE.with_stem("links")
 
@@ -26,15 +25,9 @@ def test_committed_blocks_are_up_to_date():
     assert not results.changed_pages(), "run python tools/pages/results.py and commit the result"
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "path",
-    [
-        # The narrow ones are drawn from the same values.
-        pytest.param(path, id=path.stem, marks=NIGHTLY if path not in results.PICTURES else ())
-        for path in DRAWINGS
-    ],
-)
+@pytest.mark.parametrize("path", DRAWINGS, ids=lambda path: path.stem)
 def test_committed_drawings_are_up_to_date(path):
     assert results.changed_drawing(path) is None, "run python tools/pages/results.py and commit the result"
 

@@ -39,6 +39,7 @@ def train(
     return prepared, meter.peak_bytes / WEIGHTS
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("after", [CONSUMED, ALL_CONSUMED], ids=str)
 def test_state_becomes_resident_while_gradients_are_there(after: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step's gradients are on the device until the program drops them, after the change."""
@@ -48,6 +49,7 @@ def test_state_becomes_resident_while_gradients_are_there(after: Recipe, monkeyp
     assert 2 < peak <= 2.7
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("before", "budget", "host"),
     [

@@ -63,6 +63,7 @@ def losses_without_a_budget(loss_of: Any = loss_of) -> list[float]:
     return train(llama(), None, loss_of)[0]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "budget", "said"),

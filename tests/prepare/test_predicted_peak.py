@@ -77,6 +77,7 @@ def peaks(
         return planned.device_bytes - held, meter.peak_bytes
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("recipe", "kib", "accumulate"),
     [
@@ -96,6 +97,7 @@ def test_a_predicted_peak_is_the_measured_one(
     assert measured <= predicted <= 1.01 * measured
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("recipe", "kib", "accumulate"),
     [

@@ -157,6 +157,7 @@ def test_state_on_the_host(clip: bool, lab: Lab) -> None:
     assert recipes[-1] == STREAMED
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("again", [None, pytest.param(4, marks=pytest.mark.slow)], ids=["", "prepared again"])
 @pytest.mark.parametrize("last", [RESIDENT, STREAMED], ids=["resident", "streamed"])
 def test_master_weights(last: Recipe, again: int | None, lab: Lab) -> None:
@@ -188,6 +189,7 @@ def test_it_begins_with_little_and_changes_to_what_fits(lab: Lab) -> None:
     assert recipes[-1] == RESIDENT
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
@@ -333,6 +335,7 @@ IN_PLACE = [
 ]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("recipes", "options"), IN_PLACE, ids=str)
 def test_each_recipe(
     recipes: tuple[Recipe, ...], options: dict[str, Any], lab: Lab, monkeypatch: pytest.MonkeyPatch
@@ -633,6 +636,7 @@ def test_what_neither_side_can_hold_is_refused() -> None:
         offload.prepare(model, adamw(model), 2 * nbytes, nbytes, device="cpu", step_in_backward=True)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "before", "after"),

@@ -81,6 +81,7 @@ def test_one_has_a_number_alone(lab: Lab) -> None:
     assert model.scale != 1
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("order", [(0, 1), pytest.param((1, 0), marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("before", "after"),

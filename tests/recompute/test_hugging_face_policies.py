@@ -52,6 +52,7 @@ def build(kind: str, lab: Lab, *, adapters: bool, reentrant: bool | None) -> tup
     return model.to(lab.device).train(), layers
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("reentrant", "kind", "adapters", "autocast"),  # each pair of values of two of them
     [

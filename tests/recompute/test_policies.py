@@ -452,6 +452,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "policies", "order"), PAIRS)
 def test_gradients(schedule: str, policies: str, order: str, lab: Lab) -> None:

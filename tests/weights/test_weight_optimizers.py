@@ -97,6 +97,7 @@ def outcome(train: Callable[[], tuple[Any, ...]]) -> Any:
         return error
 
 
+@pytest.mark.drawn(35)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_optimizer(name: str, device: torch.device) -> None:

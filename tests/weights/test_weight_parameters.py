@@ -94,6 +94,7 @@ def frozen_when_backward_runs(layers: nn.ModuleList, x: torch.Tensor) -> None:
     layers[1].requires_grad_(True)
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize(
     ("step", "microbatches"),
     [

@@ -347,8 +347,9 @@ WAYS: dict[str, tuple[Any, int, Forward]] = {
 }
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.nightly)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part")
 def test_every_way_to_call_layers(way: str, dtype: torch.dtype, device: torch.device) -> None:
     block, number, run = WAYS[way]
