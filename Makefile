@@ -1,7 +1,7 @@
 # The commands that matter:
 #   make tutorial   run the first tutorial on the best device here, print its result, say what to open
 #   make test       everything that must hold before a change lands; what CI runs
-#   make test-all   the same without a draw, and the tests marked nightly: every interrupt, fault and combination
+#   make test-all   the same with every case, and the tests marked nightly: every interrupt, fault and combination
 # and while you write:
 #   make check      style, types and the fast tests, in less than a minute
 # All prepare .venv on their first run and reuse it afterwards.

@@ -130,7 +130,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     families: defaultdict[tuple[str, bool, int], list[pytest.Item]] = defaultdict(list)
     for item in items:
-        for marker in () if item.get_closest_marker("nightly") else item.iter_markers("drawn"):
+        marker = item.get_closest_marker("drawn")
+        if marker and not item.get_closest_marker("nightly"):
             families[item.nodeid.partition("[")[0], _gpus_needed(item) > 0, *marker.args].append(item)
     for (name, _, most), cases in families.items():
         random.Random(f"{os.environ['OUTSIDE_SEED']} {name}").shuffle(cases)

@@ -190,3 +190,29 @@ def test_no_file_sets_an_attribute_of_another(path: Path) -> None:
     set_on = [target.value for target in targets if isinstance(target, ast.Attribute)]
     set_on += [call.args[0] for call in calls]
     assert not [ast.unparse(one) for one in set_on if ast.unparse(one).partition(".")[0] in names]
+
+
+def test_a_run_draws_as_many_cases_as_a_test_says(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [conftest] = [
+        plugin
+        for plugin in request.config.pluginmanager.get_plugins()
+        if getattr(plugin, "__file__", None) == str(ROOT / "tests" / "conftest.py")
+    ]
+
+    def drawn(seed: int) -> list[str]:
+        monkeypatch.setenv("OUTSIDE_SEED", str(seed))
+        items = [
+            pytest.Function.from_parent(request.node.parent, name=f"test_this[{case}]", callobj=lambda: None)
+            for case in range(20)
+        ]
+        for item in items:
+            item.add_marker(pytest.mark.drawn(5))
+        items[0].add_marker(pytest.mark.nightly)
+        conftest.pytest_collection_modifyitems(items)
+        return [item.name for item in items if not item.get_closest_marker("nightly")]
+
+    assert len(drawn(0)) == len(drawn(1)) == 5
+    assert drawn(0) == drawn(0) != drawn(1)
+    assert len({name for seed in range(40) for name in drawn(seed)}) == 19

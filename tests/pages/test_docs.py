@@ -134,7 +134,6 @@ def with_trainers(page: Path) -> bool:
 PAGES_WITH_CODE = [*filter(has_code, PAGES)]
 
 
-@pytest.mark.drawn(12)
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_runs(page, tmp_path):
