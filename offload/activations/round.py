@@ -33,6 +33,7 @@ class Round:
         self.transfers = transfers
         self.sets: dict[int, ActivationSet] = {}
         self.last_layer = -1  # the layer whose forward began last
+        self._position = 0  # in the schedule's order: of the point that is next unless layers are skipped
         self._policies_of = policies_of or (lambda _: None)
         self._known = Saved()
         self._offloaded = frozenset(schedule.offloaded_layers) if schedule else frozenset[int]()
@@ -56,9 +57,7 @@ class Round:
         """The layer's forward begins: act on the schedule, then open its activation set."""
         if not self.sets:
             self.transfers.begin_round()
-        if self._offloaded:
-            for passed in range(self.last_layer + 1, layer + 1):
-                self._act(forward(passed))
+        self._reach(forward(layer))
         trace.point("forward", layer)
         stays = self.schedule is not None and layer not in self._offloaded
         policies = self._policies_of(layer)
@@ -76,14 +75,24 @@ class Round:
         """The layer's backward begins: act on the schedule."""
         self.sets[layer].backward_begun = True
         trace.point("backward", layer)
-        self._act(backward(layer))
+        self._reach(backward(layer))
 
-    def _act(self, point: Point) -> None:
-        if self.schedule is None or not self._offloaded:
+    def _reach(self, point: Point) -> None:
+        """Act on the schedule at ``point``, and at the points before it that belong to layers which were skipped.
+
+        A layer that was to be released at one of these, and to be reloaded by now, stays.
+        """
+        schedule, sets = self.schedule, self.sets
+        if schedule is None or not self._offloaded:
             return
-        for layer in self.schedule.releases(point):
-            if layer in self.sets and self.sets[layer].state is OffloadState.OFFLOADING:
-                self.sets[layer].release()
-        for layer in self.schedule.reloads(point):
-            if layer in self.sets and self.sets[layer].state is OffloadState.OFFLOADED:
-                self.sets[layer].start_reload()
+        position = schedule.position(point)
+        points = schedule.order[min(self._position, position) : position + 1]
+        self._position = max(self._position, position + 1)
+        reloads = [layer for one in points for layer in schedule.reloads(one)]
+        for one in points:
+            for layer in schedule.releases(one):
+                if layer in sets and layer not in reloads and sets[layer].state is OffloadState.OFFLOADING:
+                    sets[layer].release()
+        for layer in reloads:
+            if layer in sets and sets[layer].state is OffloadState.OFFLOADED:
+                sets[layer].start_reload()

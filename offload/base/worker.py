@@ -59,7 +59,16 @@ class Worker:
             self._jobs.put(None)
 
 
+_here = threading.local()
+
+
+def in_worker() -> bool:
+    """Whether this is a worker's thread, in which garbage may be collected: to wait for the worker would never end."""
+    return hasattr(_here, "works")
+
+
 def _work(jobs: _Jobs, pending: deque[None]) -> None:
+    _here.works = True
     while (queued := jobs.get()) is not None:
         job, errors = queued
         try:

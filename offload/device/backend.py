@@ -160,6 +160,9 @@ class Backend:
     def use_here(self, tensor: torch.Tensor) -> None:
         """Once ``tensor`` is freed, let its memory wait for the current stream before another stream reuses it."""
 
+    def end_useless_copy(self, copied: Event) -> None:
+        """Device memory goes whose copy to the host nobody will read: the copy may read what compute writes next."""
+
     def discard(self, flat: torch.Tensor) -> None:
         """Called when the library gives up ``flat``; poisons it if nobody else holds its storage."""
         if self.poison and owners_of(flat.untyped_storage()) == 1:

@@ -18,7 +18,7 @@ from weakref import WeakSet
 import torch
 
 from offload.base import trace
-from offload.base.worker import Worker
+from offload.base.worker import Worker, in_worker
 from offload.device.backend import Backend, Event, Stream, Wait
 
 
@@ -124,9 +124,14 @@ class CpuBackend(Backend):
     def wait(self, stream: Stream, event: Event, why: Enum) -> None:
         if why is Wait.UNREAD:
             # A finalizer asks, whose errors nobody would see. Who reads the bytes is told.
-            cast("CpuEvent", event).wait()
+            self.end_useless_copy(event)
         else:
             stream.wait_event(event)
+
+    def end_useless_copy(self, copied: Event) -> None:
+        # Which holds the memory, so that it would go later than an accelerator's.
+        if not in_worker():
+            cast("CpuEvent", copied).wait()
 
     def record_timed(self, stream: Stream) -> Event:
         if stream is not self._compute:

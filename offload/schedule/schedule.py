@@ -145,6 +145,7 @@ class Schedule:
     order: tuple[Point, ...] = ()
     _released: dict[Point, tuple[int, ...]] = field(init=False, repr=False, compare=False)
     _reloaded: dict[Point, tuple[int, ...]] = field(init=False, repr=False, compare=False)
+    _position: dict[Point, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_int("model_layers", self.model_layers, least=1)
@@ -160,7 +161,7 @@ class Schedule:
         released = _group((move.release, move.layer) for move in moves)
         reloaded = _group((move.reload, move.layer) for move in by_reload)
         # __dict__ is the way to fill a frozen dataclass.
-        vars(self).update(moves=moves, order=order, _released=released, _reloaded=reloaded)
+        vars(self).update(moves=moves, order=order, _released=released, _reloaded=reloaded, _position=position)
 
     @classmethod
     def default(cls, num_layers: int, model_layers: int) -> Schedule:
@@ -219,6 +220,10 @@ class Schedule:
     def reloads(self, point: Point) -> tuple[int, ...]:
         """The layers whose reload starts before ``point``, first needed first."""
         return self._reloaded.get(point, ())
+
+    def position(self, point: Point) -> int:
+        """How many points of the order come before ``point``."""
+        return self._position[point]
 
     def resident(self) -> Iterator[tuple[Point, tuple[int, ...]]]:
         """Each point of the order with the layers whose activation sets are on the device while it runs."""

@@ -278,6 +278,26 @@ def test_release_point_that_is_skipped(device: torch.device, lab: Lab) -> None:
         loss_of(y).backward()
 
 
+def test_points_of_last_layers_that_are_skipped(device: torch.device) -> None:
+    """What was to be released or reloaded in layers that do not run is so when backward begins; or it stays."""
+    layers, x = build("decoder", 6, device)
+    moves = {
+        0: (True, 5, False, 1),  # released before layer 5, which does not run
+        1: (True, 3, False, 4),  # reloaded before backward of layer 4, which does not run
+        2: (True, 5, False, 4),  # both of that
+    }
+
+    def step() -> list[torch.Tensor]:
+        y = through(layers[:4], x)
+        return gradients(leaves_of(layers[:4], x), lambda: loss_of(y).backward())
+
+    expected = step()
+    with handle_for(layers, None, schedule=Schedule.from_synchronization_dict(moves, 6)) as handle:
+        assert_same(expected, step())
+        stats = handle.stats()
+        assert 0.6 < stats.reloaded_bytes / stats.offloaded_bytes < 0.7  # two of three, that are alike
+
+
 def test_layers_dropped_at_random_with_two_microbatches_in_flight(device: torch.device) -> None:
     layers, x = build("decoder", 4, device)
     leaves = leaves_of(layers, x)

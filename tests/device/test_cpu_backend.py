@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from lab import Lab
 
+from offload import get_cpu_offload_context
 from offload.device import cuda
 from offload.device.backend import PageLockError, Wait
 from offload.device.cpu import CpuBackend, CpuStream
@@ -204,3 +206,23 @@ def test_an_error_without_a_name_has_its_number(library: Library) -> None:
     with pytest.raises(PageLockError, match="cuMemHostUnregister: error 713"):
         cuda._call("cuMemHostUnregister", ctypes.c_void_p(4096))
     on_device(0).page_unlock(4096)  # a finalizer has nobody to tell
+
+
+def test_garbage_that_a_copy_streams_thread_collects_does_not_wait_for_that_thread(lab: Lab) -> None:
+    """Python collects it in whichever thread allocates next; memory that is still to be copied waits for the copy."""
+    context, sync = get_cpu_offload_context(True, 1, 3, min_bytes=0, device="cpu")
+    begin, cycle = threading.Event(), list[object]()
+    gc.collect()
+    gc.disable()
+    try:
+        lab.d2h_stream.submit(lambda: (begin.wait(), gc.collect()))
+        with context:
+            y = torch.rand(8, requires_grad=True).exp()
+        cycle += [cycle, sync(y)]
+        seen = weakref.ref(y)
+        del y, cycle
+        begin.set()
+        assert lab.d2h_stream.record_event().wait(30)
+        assert seen() is None
+    finally:
+        gc.enable()

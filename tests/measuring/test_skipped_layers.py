@@ -5,12 +5,15 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from lab import Lab
 from models import WIDTH, assert_same, build, through
 from torch import nn
 
 import offload
 from offload.device.select import get_backend
+from offload.measuring import follow_plan
 from offload.measuring.compare_plans import ComparePlans
+from offload.planning.profile import Link
 
 LAYERS = 8
 ALL: set[int] = set()
@@ -55,6 +58,29 @@ def test_a_plan_is_followed_although_each_step_skips_a_layer() -> None:
             step(layers, x, ALL)
         measured = [layer.workspace_bytes for layer in handle.plan.profile.layers]
         assert all(abs(one - other) <= x.nbytes for one, other in zip(estimated, measured, strict=True))
+
+
+def test_a_plan_keeps_to_its_budget_where_the_last_layers_are_skipped_and_copies_come_late(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was to be released in a layer that does not run is released before backward, and reloaded no later."""
+    monkeypatch.setattr(follow_plan, "measure_link", lambda _: Link(1e9, 1e9, 2e9))
+    layers, _ = build("mlp", LAYERS, torch.device("cpu"))
+    x = torch.rand(4, 64, WIDTH)
+    budget = round(0.55 * step(layers, x, ALL)[1])
+    with offload.offload_layers(layers, memory_budget=budget, min_bytes=1, device="cpu") as handle:
+        for _ in range(3):
+            step(layers, x, ALL)
+        before = handle.stats()
+        lab.slow(d2h_s=0.002)
+        for skipped in ({7}, {6, 7}, {5, 6, 7}, {4, 5, 6, 7}):
+            found, peak_bytes = step(layers, x, skipped)
+            assert peak_bytes <= budget
+        assert handle.state == "following"
+        stats = handle.stats() - before
+        assert stats.late_reloads == 0 < stats.reloaded_bytes
+        handle.remove()
+        assert_same(step(layers, x, skipped)[0], found)
 
 
 def test_the_gradients_of_skipped_layers_take_no_memory_where_they_are_there_already() -> None:
