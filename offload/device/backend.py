@@ -114,6 +114,9 @@ class Backend:
         """Let ``stream`` wait for ``event``; ``why`` names the rule that needs it."""
         stream.wait_event(event)
 
+    def give_way(self, stream: Stream) -> None:
+        """Let copies of other streams run before those that ``stream`` gets next, if the device keeps one queue."""
+
     def wait_on_host(self, event: Event, why: Enum) -> None:
         """Block the calling thread until ``event``; ``why`` names the rule that needs it."""
         event.synchronize()

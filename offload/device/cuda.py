@@ -42,6 +42,7 @@ class CudaBackend(Backend):
         super().__init__(device)
         self.compute_stream_id = functools.partial(raw_stream, device.index)
         self._streams: dict[object, Stream] = {}  # by `compute_stream_id`: making the object anew takes longer
+        self._other = self.new_stream("other")
         self._anchor = torch.zeros(1, dtype=torch.uint8, device=device)
         self._memcpy_async = _memcpy_async()
 
@@ -59,6 +60,12 @@ class CudaBackend(Backend):
         if why in _FORKS and self.capturing:
             self._anchor.zero_()
         stream.wait_event(event)
+
+    def give_way(self, stream: Stream) -> None:
+        # Copies to the host run in the order in which they were queued, those of all streams: a number that the program
+        # reads would come after gigabytes. But a copy has no place yet while its stream waits for another one.
+        self._other.wait_event(stream.record_event())
+        stream.wait_event(self.record_timed(self._other))
 
     def delay(self, seconds: float) -> None:
         spin(round(CYCLES_PER_S * seconds))

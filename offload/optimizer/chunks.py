@@ -284,6 +284,7 @@ class ChunkStepper:
         slot.free = stepped = compute.record_event()
         if copies:
             backend.wait(self._d2h_stream, stepped, StepWait.STEPPED)
+            backend.give_way(self._d2h_stream)
             with trace.mark("d2h"):
                 for _, home, value in copies:
                     backend.copy(self._d2h_stream, home, value)
