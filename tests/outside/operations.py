@@ -41,14 +41,14 @@ RUNS = (
 """Samples take these in turn; the only sample of an operation takes both."""
 
 DRAWN = {
-    ("operation", "float32"): 20,
-    ("operation", "bfloat16"): 4,
-    ("operation", "complex64"): 4,
-    ("module", "float32"): 6,
-    ("foreach", "float32"): 2,
-    ("custom", "float32"): 2,
-    ("function", "float32"): 2,
-    ("nested", "float32"): 2,
+    ("operation", "float32"): 10,
+    ("operation", "bfloat16"): 2,
+    ("operation", "complex64"): 2,
+    ("module", "float32"): 3,
+    ("foreach", "float32"): 1,
+    ("custom", "float32"): 1,
+    ("function", "float32"): 1,
+    ("nested", "float32"): 1,
 }
 """How many operations of each list run with the other tests."""
 

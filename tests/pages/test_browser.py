@@ -241,7 +241,7 @@ def axe() -> str:
     return (Path(axe_package.__file__).parent / "axe.min.js").read_text("utf-8")
 
 
-@pytest.mark.drawn(9)
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("name", PAGES)
 def test_page(reader, axe, name):
     reader.widen(WIDTHS[0])

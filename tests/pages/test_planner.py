@@ -381,7 +381,7 @@ def command_says(text, capsys):
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "state",

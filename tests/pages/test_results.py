@@ -25,7 +25,7 @@ def test_committed_blocks_are_up_to_date():
     assert not results.changed_pages(), "run python tools/pages/results.py and commit the result"
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("path", DRAWINGS, ids=lambda path: path.stem)
 def test_committed_drawings_are_up_to_date(path):

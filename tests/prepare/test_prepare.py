@@ -157,7 +157,7 @@ def test_state_on_the_host(clip: bool, lab: Lab) -> None:
     assert recipes[-1] == STREAMED
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("again", [None, pytest.param(4, marks=pytest.mark.slow)], ids=["", "prepared again"])
 @pytest.mark.parametrize("last", [RESIDENT, STREAMED], ids=["resident", "streamed"])
 def test_master_weights(last: Recipe, again: int | None, lab: Lab) -> None:
