@@ -90,9 +90,8 @@ class FollowPlan(HookedLayers):
         self._times.paused = True
         begins = [ForwardBegins(partial(self._begin_forward, number)) for number in range(len(layers))]
         super().__init__(layers, context, begins, self._times.layers)
-        self._begins = Attachment(layers, begins)
+        self._begins, self._layers = Attachment(layers, begins), layers
         self._peak = memory_peak(self._backend.device)
-        self._layers = layers
         self.plan: Plan | None = None  # that the last microbatch follows; ``None`` while the layers are measured
         self.profile: Profile | None = None  # what the layers cost, once that was measured
         self.measured_bytes = 0  # the most in the timed microbatch, above what there was when its step began
@@ -246,6 +245,8 @@ class FollowPlan(HookedLayers):
             self._follow(self._plan_at(size, largest))
         if self._times.in_flight > self._most_in_flight:  # those have not been counted, and are to be in the next step
             self._most_in_flight, self._rewatch = self._times.in_flight, 0 if self._watches or self._said else 2
+            if self._rewatch:
+                _logger.info("more microbatches are in flight than before: peaks are measured from the next step on")
         if goes_on:
             return
         self._gradient_bytes, self._peak_bytes = gradient_bytes, self._peak_bytes if largest is None else 0
@@ -344,8 +345,7 @@ class FollowPlan(HookedLayers):
         if (over := self._peak_bytes - self._budget) > 0:
             amounts = map(self._as_asked, (self._budget, self._peak_bytes))
             _logger.info("memory_budget = %s: the last microbatch needed %s, so it is planned again", *amounts)
-            unused_bytes = round((1 - RESERVE) * self._budget) - plan.peak_bytes
-            self._costs.need_more(over + max(0, unused_bytes))
+            self._costs.need_more(over + max(0, round((1 - RESERVE) * self._budget) - plan.peak_bytes))
 
     def _learn_costs(self) -> bool:
         """Add what layers have learned in the last microbatch, if any has, to what is known of their costs."""

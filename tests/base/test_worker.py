@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -63,6 +64,16 @@ def test_the_thread_goes_with_the_worker() -> None:
     assert not threads[0].is_alive()
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """OpenMP's other threads are not there after a fork, and it would wait for them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_makes_a_thread_of_its_own() -> None:

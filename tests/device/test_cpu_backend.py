@@ -222,7 +222,7 @@ def test_garbage_that_a_copy_streams_thread_collects_does_not_wait_for_that_thre
         seen = weakref.ref(y)
         del y, cycle
         begin.set()
-        assert lab.d2h_stream.record_event().wait(30)
+        assert lab.d2h_stream.record_event().wait(10)
         assert seen() is None
     finally:
         gc.enable()

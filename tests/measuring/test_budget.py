@@ -336,8 +336,11 @@ def test_a_budget_holds_where_each_microbatch_begins_beside_older_ones(lab: Lab)
     assert max(peaks[-3:]) <= 1.02 * budget
 
 
-def test_a_budget_holds_where_microbatches_are_in_flight_after_some_that_were_not(lab: Lab) -> None:
+def test_a_budget_holds_where_microbatches_are_in_flight_after_some_that_were_not(
+    lab: Lab, caplog: pytest.LogCaptureFixture
+) -> None:
     """On the CPU, too, where microbatches that keep to their budget are not measured any more."""
+    caplog.set_level(logging.INFO, "offload.measuring.follow_plan")
     layers = nn.ModuleList(Wide() for _ in range(6))
 
     def step(*lengths: int) -> int:
@@ -354,11 +357,13 @@ def test_a_budget_holds_where_microbatches_are_in_flight_after_some_that_were_no
         with budgeted(layers, lab, budget) as handle:
             assert max(step(240) for _ in range(6)) <= budget
             assert not any(handle.plan.policies)
+            assert "in flight" not in caplog.text
             measured = []
             peaks = []
             for _ in range(10):
                 peaks.append(step(240, 240))
                 measured.append(torch._C._len_torch_dispatch_stack() > 0)  # what counts is left there until the next
+    assert caplog.text.count("more microbatches are in flight than before") == 1
     assert True in measured
     assert not measured[-1]
     assert peaks[0] > 1.02 * budget
