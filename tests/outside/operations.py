@@ -52,6 +52,9 @@ DRAWN = {
 }
 """How many operations of each list run with the other tests."""
 
+CRASHING = ("nested", "split_with_sizes")
+"""The one operation whose second derivative ends the process without the library, too, with PyTorch 2.11 to 2.14."""
+
 
 @dataclass
 class Sample:
@@ -141,7 +144,8 @@ def draw(seed: int, most: int = 4) -> Iterator[tuple[str, str, str, int, int]]:
     """Arguments of :func:`check` for some operations of each list, with at most ``most`` samples of each."""
     generator = random.Random(seed)
     for (kind, dtype), count in DRAWN.items():
-        for name in generator.sample(differentiable(kind, dtype), count):
+        names = [name for name in differentiable(kind, dtype) if (kind, name) != CRASHING]
+        for name in generator.sample(names, count):
             yield kind, name, dtype, seed, most
 
 

@@ -15,8 +15,9 @@ from .architectures import CHOSEN, architectures
 from .architectures import check as check_architecture
 from .budgets import TOLERANCE
 from .budgets import check as check_budget
-from .operations import check, draw
+from .operations import CRASHING, check, draw
 from .programs import check as check_program
+from .workers import run_cases
 
 pytestmark = pytest.mark.slow
 
@@ -25,17 +26,17 @@ def test_a_sample_of_operations_and_modules() -> None:
     seed = int(os.environ["OUTSIDE_SEED"])
     wrong = {}
     moved = 0
-    for case in draw(seed):
-        report = check(*case)
-        moved += report.moved
-        if report.different:
-            wrong[case] = report.different
+    for case, report in run_cases("operations.check", draw(seed), limit_s=120):  # one may crash its process
+        moved += report.get("moved", 0)
+        if found := report.get("different") or report.get("lost"):
+            wrong[case] = found
     assert not wrong, f"to see it again, set OUTSIDE_SEED={seed}"
     assert moved > 0
 
 
 def test_another_seed_is_another_sample() -> None:
     assert list(draw(1)) == list(draw(1)) != list(draw(2))
+    assert all(case[:2] != CRASHING for seed in range(40) for case in draw(seed))
 
 
 def test_a_missing_wait_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
