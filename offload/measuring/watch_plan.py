@@ -36,8 +36,8 @@ NONE = Load(0, 0, 0)
 class WatchedPlan(HookedLayers):
     """Layers that follow a given plan; what breaks the plan's budget is said.
 
-    A microbatch that learns nothing tells of all that have no larger inputs and begin with no more gradients, beside no
-    more others: these are not watched, as measuring a peak takes time.
+    A microbatch that learns nothing and runs all layers tells of all that have no larger inputs and begin with no more
+    gradients, beside no more others: these are not watched, as measuring a peak takes time.
     """
 
     def __init__(self, layers: list[nn.Module], context: OffloadContext, plan: Plan) -> None:
@@ -113,7 +113,8 @@ class WatchedPlan(HookedLayers):
             return
         # The plan's own inputs may be larger: of how much more these need, all but the gradients may grow with them.
         grown = max(0.0, self._planned_bytes / self._input_bytes - 1) * (most_bytes + before_bytes)
-        if self._peak_bytes + grown <= (1 + TOLERANCE) * self._expected:
+        ran_all = self._times.forwards >= len(self._times.layers)
+        if ran_all and self._peak_bytes + grown <= (1 + TOLERANCE) * self._expected:
             self._known.append(self._now)
             self._asked = NONE
 

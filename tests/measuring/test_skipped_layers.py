@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -148,6 +149,20 @@ def test_a_budget_that_is_broken_once_no_layer_is_skipped_is_said() -> None:
         assert handle.plan.recompute_s > 0  # everything is recomputed
         with pytest.warns(UserWarning, match="was not met although everything is recomputed"):
             step(layers, x, ALL)
+
+
+def test_a_given_plan_whose_budget_is_broken_once_no_layer_is_skipped_is_said() -> None:
+    layers, _ = build("mlp", LAYERS, torch.device("cpu"))
+    x = torch.rand(4, 64, WIDTH)
+    run = partial(step, layers, x, ALL)
+    profile = offload.profile_layers(layers, run, min_bytes=1, device="cpu", regions=True, steps=1)
+    plan = offload.plan(profile, round(0.8 * run()[1]), Link(1e9, 1e9, 2e9))
+    with offload.offload_layers(layers, plan=plan, min_bytes=1, device="cpu"):
+        for skipped in ({1}, {1, 2}, {2}):
+            step(layers, x, skipped)
+        run(outside_bytes=plan.memory_budget)
+        with pytest.warns(UserWarning, match="was not met by the plan"):
+            run()
 
 
 def test_the_budget_that_is_named_where_none_can_be_met_is_enough() -> None:
