@@ -53,7 +53,7 @@ DRAWN = {
 """How many operations of each list run with the other tests."""
 
 CRASHING = ("nested", "split_with_sizes")
-"""The one operation whose second derivative ends the process without the library, too, with PyTorch 2.11 to 2.14."""
+"""The one operation whose second derivative ends the process without the library, too, with PyTorch 2.11 to 2.15."""
 
 
 @dataclass
