@@ -76,7 +76,7 @@ class SavedStorage:
         if reload is not None and reload.awaited_by != reload.home:
             # Nobody has read the reloaded bytes: their memory is free behind the copy into it, which may still run.
             self.transfers.backend.wait(reload.stream, reload.done, Wait.UNREAD)
-        if self.memory is not None and self.host is not None and self.batch is not None:
+        if self.memory is not None and self.host is not None and self.batch is not None:  # it was not released
             self.transfers.backend.end_useless_copy(self.transfers.done(self.batch))
         self._give_host_back()
         self.release()

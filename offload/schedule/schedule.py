@@ -251,7 +251,7 @@ class Schedule:
         steps = [*enumerate(self.resident())]
         lines = ["layer " + " ".join(name.rjust(width) for name in columns)]
         for layer in range(self.model_layers):
-            begin, end = self.order.index(forward(layer)), self.order.index(backward(layer))
+            begin, end = self.position(forward(layer)), self.position(backward(layer))
             cells = [""] * len(self.order)
             for index, (point, resident) in steps[begin : end + 1]:
                 cells[index] = "r" if layer in self.reloads(point) else "#" if layer in resident else "."

@@ -36,7 +36,7 @@ CHOSEN = {
     "wav2vec2": "speech",
     "clip": "vision and text",
 }
-"""One of each kind, which run with the other tests."""
+"""One of each kind, of which some run with the other tests each time."""
 
 OPERATIONS = (
     "mm", "addmm", "bmm", "*attention*", "mul", "silu", "gelu", "add*", "*norm*", "*softmax", "*dropout", "*copy*",

@@ -44,6 +44,10 @@ def test_a_missing_wait_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check("operation", "sin", "float32").different
 
 
+def test_there_are_enough_kinds() -> None:
+    assert len(CHOSEN) >= 12
+
+
 @pytest.mark.drawn(5)
 @pytest.mark.parametrize("name", CHOSEN)
 def test_one_of_each_kind(name: str) -> None:
