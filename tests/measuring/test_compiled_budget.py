@@ -71,8 +71,10 @@ def kept(handle: offload.OffloadedLayers) -> list[tuple[str, ...]]:
     return [tuple(name for name, policy in one.items() if policy != "recompute") for one in found if one]
 
 
-@pytest.mark.parametrize("block", [pytest.param("gpt", marks=pytest.mark.nightly), "decoder"])
-def test_budgets_with_the_bits_of_eager_layers(block: str, lab: Lab) -> None:
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("host", [0, "1GiB"], ids=["recomputed", "offloaded"])
+@pytest.mark.parametrize("block", ["gpt", "decoder"])
+def test_budgets_with_the_bits_of_eager_layers(block: str, host: int | str, lab: Lab) -> None:
     """The GPT block draws random numbers in attention and behind it."""
     layers, x = built(block, lab)
     expected = seeded(layers, x)
@@ -95,15 +97,15 @@ def test_budgets_with_the_bits_of_eager_layers(block: str, lab: Lab) -> None:
                 offload.plan(plan.profile, 1, plan.link, max_host_bytes=most)
             least.append(int(str(refused.value).split()[5]))
     # However little time recomputing takes: in less than it needs without the host, something is offloaded.
-    for budget, host in ((int(0.7 * whole), 0), (sum(least) // 2, "1GiB")):
-        with budgeted(layers, budget, compile=EAGER, max_host_bytes=host) as handle:
-            for _ in range(5):
-                assert_same(expected, seeded(layers, x))
-            assert handle.state == "following"
-            assert handle.plan is not None
-            assert handle.plan.peak_bytes <= budget
-            assert (handle.plan.host_bytes > 0) == (host != 0)
-            assert host or kept(handle)
+    budget = sum(least) // 2 if host else int(0.7 * whole)
+    with budgeted(layers, budget, compile=EAGER, max_host_bytes=host) as handle:
+        for _ in range(5):
+            assert_same(expected, seeded(layers, x))
+        assert handle.state == "following"
+        assert handle.plan is not None
+        assert handle.plan.peak_bytes <= budget
+        assert (handle.plan.host_bytes > 0) == (host != 0)
+        assert host or kept(handle)
     assert "forward" not in vars(layers[0])
     assert_same(expected, seeded(layers, x))
 
