@@ -2,8 +2,9 @@
 
 import math
 import statistics
+import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,6 +16,9 @@ from benchmarks.models import Model
 
 SETTLES = 46
 """Steps until plans were compared: not timed, as a training run has thousands after them."""
+
+PAIRS = 12
+"""So many steps at least are taken in turns with those of a rival."""
 
 
 @dataclass
@@ -31,6 +35,8 @@ class Way(NamedTuple):
     row: Row
     around: Callable[[], AbstractContextManager[Any]]  # in what the model is trained
     turns: bool = True  # whether the way is measured more than once
+    model: Model | None = None  # another copy of the model, that the way trains
+    rivals: Callable[[Row], Sequence[Row]] | None = None  # rows of ways that the way takes turns with, step by step
 
 
 class Comparison:
@@ -57,10 +63,15 @@ class Comparison:
         """The gradients of layers that are left alone, and of layers that are compiled."""
 
     def add(
-        self, row: Row, around: Callable[[], AbstractContextManager[Any]] = nullcontext, *, turns: bool = True
+        self,
+        row: Row,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        *,
+        turns: bool = True,
+        **more: Any,
     ) -> Row:
-        """Measure a way by itself, unless its row has an error."""
-        self.ways.append(Way(row, around, turns))
+        """Measure a way by itself, unless its row has an error; ``more`` is of a :class:`Way`."""
+        self.ways.append(Way(row, around, turns, **more))
         give_memory_back(self.device)
         attempt(row, lambda: self._measure(self.ways[-1]))
         print(row, flush=True)
@@ -81,7 +92,7 @@ class Comparison:
     def _attached(self, way: Way) -> Iterator[tuple[Any, Step, int]]:
         """The handle, the step, and how many steps were measured and compared by ``memory_budget=``."""
         with way.around() as handle:
-            step = getattr(handle, "step", self.model.step)
+            step = getattr(handle, "step", (way.model or self.model).step)
             measuring = 0
             while getattr(handle, "state", "") == "measuring" and measuring < 10:
                 step()
@@ -114,10 +125,12 @@ class Comparison:
                 row["copied_bytes"] = after.offloaded_bytes - before.offloaded_bytes
             row["times_s"] = self._times_s(step)
             row["step_s"] = statistics.median(row["times_s"])
-            row |= self.same_bits(row, step) if self.gradients else {}
+            row |= self.same_bits(way, step) if self.gradients else {}
             if plan := getattr(handle, "plan", None):
                 row |= {"predicted_s": plan.step_s, "predicted_peak_bytes": plan.peak_bytes}
                 row |= {"recompute_s": plan.recompute_s, "host_bytes": plan.host_bytes, "measuring_steps": measuring}
+            rivals = way.rivals(row) if way.rivals is not None else ()
+            row |= {"beside": [self._beside(step, one) for one in self.ways if one.row in rivals]} if rivals else {}
         texts = [
             str(one.message).partition("\n")[0] for one in caught if "memory" in str(one) or "offload" in one.filename
         ]
@@ -128,13 +141,27 @@ class Comparison:
             step()
             way.row["times_s"] += self._times_s(step)
 
+    def _beside(self, step: Step, rival: Way) -> Row:
+        """A rival's row, and the seconds of single steps of both in turns: what slows the host slows both."""
+        pairs: list[tuple[float, float]] = []
+        with warnings.catch_warnings(action="ignore"), self._attached(rival) as (_, other, _):
+            for _ in range(2):
+                other()
+            begin = time.perf_counter()
+            while len(pairs) < PAIRS or time.perf_counter() - begin < 2 * self.least_s:
+                pairs.append((timed(step, self.device), timed(other, self.device)))
+        own_s, other_s = map(list, zip(*pairs, strict=True))
+        ratio = statistics.median(one / other for one, other in pairs)
+        found = {key: value for key, value in rival.row.items() if key in ("what", "layers", "peak_bytes")}
+        return found | {"step_s": statistics.median(other_s), "ratio": ratio, "own_s": own_s, "times_s": other_s}
+
     def _times_s(self, step: Step) -> list[float]:
         times: list[float] = []
         while len(times) < self.times or self.steps * sum(times) < self.least_s:
             times.append(timed(step, self.device, self.steps))
         return times
 
-    def same_bits(self, row: Row, step: Step) -> Row:
+    def same_bits(self, way: Way, step: Step) -> Row:
         """Whether gradients are those of layers left alone, or compiled; and how far they are from those at most."""
 
         def seeded() -> None:
@@ -142,13 +169,13 @@ class Comparison:
             step()
 
         try:
-            found = self.model.gradients(seeded)
+            found = (way.model or self.model).gradients(seeded)
         except RuntimeError as error:
             if "deterministic" not in str(error):
                 raise
             print(f"no deterministic kernels: {str(error)[:80]}")
             return {"bit_identical": None}
-        expected = self._expected.setdefault(is_compiled(row), [])
+        expected = self._expected.setdefault(is_compiled(way.row), [])
         if not expected:
             expected += [gradient.clone() for gradient in found]
         same = all(map(torch.equal, expected, found))

@@ -7,7 +7,8 @@
 For each budget, a share of what the step adds when everything is kept: ``memory_budget=``, and beside it in the same
 run PyTorch's checkpointing of as few layers as fit, and whole-layer offloading of as few layers as fit. Checkpointing
 of all layers, and PyTorch's selective checkpointing with products and attention kept, are rows for every budget that
-they fit. The ways take turns, and every time is the mean of some steps in a row.
+they fit. A budget trains a copy of the model, and takes turns, step by step, with the fastest of the other ways: a host
+that is busy with something else slows both.
 
 With ``--compiled``, each layer compiled instead: alone, with PyTorch's checkpointing in the compiled graphs, and by
 ``memory_budget=, compile=``. Shares are those of the step of compiled layers then.
@@ -33,7 +34,8 @@ from offload.activations.context import DEFAULT_MIN_BYTES
 
 SHARES = (0.75, 0.6, 0.35, 0.15)  # of what a step adds with everything kept
 COMPILED_SHARES = (0.75, 0.5, 0.35)  # the same of compiled layers; another default
-TURNS = 2
+RIVALS = 2
+"""A budget takes turns with so many other ways: the times of a busy host do not tell which one is the fastest."""
 MOST_LINK_SHARE = 0.5
 """Whole-layer offloading is run where it copies less than so many times what the link moves in a step."""
 
@@ -57,7 +59,7 @@ class Budgets(Comparison):
     def __init__(
         self, name: str, device: torch.device, link: offload.Link, *, small: bool, shares: Sequence[float]
     ) -> None:
-        model = build(name, device, small=small)
+        model, self.copy = build(name, device, small=small), build(name, device, small=small)
         super().__init__(model, device, settle=2, steps=3, least_s=0.0 if small else 2.0)
         self.link, self.shares = link, shares
         self.min_bytes = 1 if small else DEFAULT_MIN_BYTES
@@ -82,9 +84,9 @@ class Budgets(Comparison):
                 self._add_offload(budget, most, nothing["step_s"])
             options: dict[str, Any] = {"memory_budget": budget, "min_bytes": self.min_bytes}
             options |= {} if backend is None else {"compile": {"backend": backend}}
-            self.add(
-                {"what": f"{prefix}budget", "budget_bytes": budget}, partial(offload.offload_layers, layers, **options)
-            )
+            around_copy = partial(offload.offload_layers, self.copy.layers, **options)
+            row = {"what": f"{prefix}budget", "budget_bytes": budget}
+            self.add(row, around_copy, model=self.copy, rivals=self._fastest)
 
     def _add_checkpoint(self, prefix: str, around: Any, budget: int, most: int, least: int) -> None:
         """Of as few layers as fit."""
@@ -104,19 +106,27 @@ class Budgets(Comparison):
             around = partial(offload.offload_layers, layers, count, min_bytes=self.min_bytes)
             self.add({"what": "offload some", "layers": count, "for_bytes": budget}, around)
 
+    def _fastest(self, row: Row) -> list[Row]:
+        return others(row, [way.row for way in self.ways])[:RIVALS]
 
-def beside(row: Row, rows: Sequence[Row]) -> Row | None:
-    """The fastest of the other ways of a model that fits the budget of a row, compiled if the row is."""
-    others = (
-        one
-        for one in rows
-        if one["model"] == row["model"]
-        and not one["what"].endswith("budget")
-        and is_compiled(one) <= is_compiled(row)
-        and "error" not in one
-    )
-    fitting = [one for one in others if one["peak_bytes"] <= row["budget_bytes"]]
-    return min(fitting, key=lambda one: one["step_s"], default=None)
+
+def others(row: Row, rows: Sequence[Row]) -> list[Row]:
+    """The other ways that fit the budget of a row, compiled if the row is; the fastest first."""
+    found = (one for one in rows if not one["what"].endswith("budget") and is_compiled(one) <= is_compiled(row))
+    fitting = [one for one in found if "error" not in one and one["peak_bytes"] <= row["budget_bytes"]]
+    return sorted(fitting, key=lambda one: one["step_s"])
+
+
+def beside(row: Row, rows: Sequence[Row]) -> tuple[Row | None, float]:
+    """The fastest of the other ways of a row's model that fit its budget, and how many times its seconds a step takes.
+
+    Where steps were taken in turns, the other way that was faster beside the row's.
+    """
+    if found := row.get("beside"):
+        other = max(found, key=lambda one: one["ratio"])
+        return other, other["ratio"]
+    fastest = next(iter(others(row, [one for one in rows if one["model"] == row["model"]])), None)
+    return fastest, math.nan if fastest is None else row["step_s"] / fastest["step_s"]
 
 
 COLUMNS = {
@@ -140,7 +150,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Hold memory budgets against checkpointing on many architectures.")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--shares", nargs="+", type=float, default=SHARES)
-    parser.add_argument("--turns", type=int, default=TURNS)
     backends = {"nargs": "?", "const": "inductor", "metavar": "BACKEND"}
     parser.add_argument("--compiled", help="compile the layers, by Inductor or this backend", **backends)
     arguments, device = asked(parser, "results/never_slower.json")
@@ -150,15 +159,14 @@ def main() -> None:
     for name in arguments.only:
         budgets = Budgets(name, device, link, small=arguments.small, shares=arguments.shares)
         budgets.add_all(arguments.compiled)
-        rows = [{"model": name, "compiled": is_compiled(row), **row} for row in budgets.finished(arguments.turns)]
+        rows = [{"model": name, "compiled": is_compiled(row), **row} for row in budgets.finished(1)]
         record.add(*rows, instead_of=["model", "compiled"])
         del budgets
         give_memory_back(device)
     rows = record.rows()
     for row in rows:
-        other = beside(row, rows) if "budget_bytes" in row and "error" not in row else None
-        if other is not None:
-            row["to_other"] = row["step_s"] / other["step_s"]
+        if "budget_bytes" in row and "error" not in row:
+            row["to_other"] = beside(row, rows)[1]
     print(table(rows, COLUMNS))
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 import offload
-from benchmarks.comparison import Comparison
+from benchmarks.comparison import Comparison, Way
 from benchmarks.contenders import Case, cases, contenders
 from benchmarks.instruments import GIB, HostCopies, Row, Step
 from benchmarks.report import Record, asked, table
@@ -44,12 +44,12 @@ SIZES = tuple(1 << power for power in range(16, 27))  # bytes of one tensor: 64 
 class Workload(Comparison):
     """The contenders on one workload, which also counts what PyTorch copies to the host for the other ways."""
 
-    def same_bits(self, row: Row, step: Step) -> Row:
+    def same_bits(self, way: Way, step: Step) -> Row:
         # Under a dispatch mode, a compiled layer would run in eager mode.
-        if row["family"] in OWN or row["workload"] == "compiled decoder":
-            return super().same_bits(row, step)
+        if way.row["family"] in OWN or way.row["workload"] == "compiled decoder":
+            return super().same_bits(way, step)
         with HostCopies() as copies:
-            found = super().same_bits(row, step)
+            found = super().same_bits(way, step)
         return found | {"copied_bytes": copies.nbytes}
 
 

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*torchao")]
 
 pytest.importorskip("transformers")
 
-ONE_MODEL = "--only diffusion --turns 1 --shares 0.6"
+ONE_MODEL = "--only diffusion --shares 0.6"
 BUDGET = "--tokens 64 --budgets 8"
 FEW_STEPS = "--until-settled 4"
 LENGTHS = f"--seconds 0 --rows 256:inputs 256:hand 256:plan 64:equal 1GiB:{long_context.LIMITED[0]}"

@@ -32,7 +32,7 @@ def compared() -> list[Row]:
         of_model = [one for one in group if "error" not in one]
         for row in (one for one in of_model if one["what"].endswith("budget")):
             compiled = row["what"].removesuffix("budget")
-            other = beside(row, rows)
+            other, ratio = beside(row, rows)
             nothing = next(one for one in of_model if one["what"] == f"{compiled}nothing")
             share = row["budget_bytes"] / nothing["peak_bytes"]
             near = min(BUDGETS, key=lambda named: abs(named - share))  # called at once
@@ -43,7 +43,7 @@ def compared() -> list[Row]:
                     "nothing": nothing,
                     "budget": f"{near:.0%}" if abs(near - share) < 0.005 else CHECKPOINTING,
                     "other": other,
-                    "ratio": math.nan if other is None else row["step_s"] / other["step_s"],
+                    "ratio": ratio,
                 }
             )
     return found
