@@ -14,7 +14,7 @@ import operator
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from types import MethodType
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -149,11 +149,10 @@ def before_its_error(call: Callable[[], object]) -> None:
 
 def is_captured(node: Any) -> bool:
     """Whether ``torch.autograd.grad`` returns what arrives at this node, which is to run."""
-    try:
+    with suppress(RuntimeError):  # so it says that the node's input is captured
         _executes(node)
-    except RuntimeError:  # so it says that the node's input is captured
-        return True
-    return False
+        return False
+    return True
 
 
 def has_gradient_hooks(parameter: Any, *, accumulated: bool = True) -> bool:
@@ -272,7 +271,7 @@ def pipeline_stages(schedule: Any) -> list[Any]:
 
 # torch.compile, without loading the compiler, which takes seconds.
 
-_COMPILE_REMEDY = (
+_REMEDY = (
     "offload moves tensors here, which no graph can hold; compile without fullgraph=True, or compile each layer by "
     "itself. For torch.export, take offloading off first, by handle.remove() or by leaving out the context, or "
     "export with strict=False"
@@ -291,15 +290,18 @@ def interpreted(function: Callable[Parameters, Result]) -> Callable[Parameters, 
         finally:
             _set_eval_frame(compiling)
 
-    marks = {"disable": True, "disable_msg": _COMPILE_REMEDY, "orig_callable": function}
-    vars(call).update({f"_torchdynamo_{name}": value for name, value in marks.items()})
+    vars(call).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=_REMEDY, _torchdynamo_orig_callable=function)
     return call
 
 
 def with_default_generators(run: Callable[..., Result], *args: Any) -> Result:
     """Run what may be compiled: what is recomputed draws from the default generators, and from none of its own."""
-    with _take("_functorch.config").patch(graphsafe_rng_functionalization=False):
+    config = torch._functorch.config  # whose patch() leaves a context variable behind each time
+    before, config.graphsafe_rng_functionalization = _take("graphsafe_rng_functionalization", config), False
+    try:
         return run(*args)
+    finally:
+        config.graphsafe_rng_functionalization = before
 
 
 def compiles() -> bool:
@@ -418,15 +420,12 @@ def _patch_checkpoint(keep: Any, see: Any, takes: Any, owns: Any, honour: Any) -
         """A result that is kept, or something beside it that is no tensor."""
 
         def __init__(self, value: Any, **packed: Any) -> None:
-            super().__init__(value, **packed)
             self.again = keep(value) if isinstance(value, torch.Tensor) and not packed else None
-            if self.again is not None:
-                self.val = None
+            super().__init__(value if self.again is None else None, **packed)
 
         def get_val(self, allow_cache_entry_mutation: bool) -> Any:
-            if self.again is not None:
-                return self.again()  # compares versions itself: a changed tensor cannot be had from the host
-            return super().get_val(allow_cache_entry_mutation)
+            # What gives it back compares versions itself: a changed tensor cannot be had from the host.
+            return super().get_val(allow_cache_entry_mutation) if self.again is None else self.again()
 
     @functools.wraps(cache)
     def dispatch(mode: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,9 +1,11 @@
 """Budgets for compiled layers: what their graphs save is planned, and the gradients are those of layers left alone."""
 
+import contextvars
 import copy
 import functools
 import logging
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +36,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationW
 
 LAYERS = 4
 EAGER = {"backend": "aot_eager"}
+COMPILED = {"compile": EAGER}
 
 
 @pytest.fixture(autouse=True)
@@ -119,6 +122,33 @@ def test_the_host_takes_no_longer_than_in_the_trial(lab: Lab, monkeypatch: pytes
             seeded(layers, x)
         assert handle.plan is not None
         assert all(0 < layer.host.kept_s < 1e3 for layer in handle.plan.profile.layers)
+
+
+def calls_in_a_step(count: int, lab: Lab, **options: Any) -> int:
+    """How many functions of the library run in a step of so many layers, of which none is offloaded."""
+    layers, _ = build("mlp", count, lab.device)
+    x = torch.randn(4, 64, WIDTH, device=lab.device).requires_grad_()
+    calls: list[str] = []
+
+    def see(frame: Any, event: str, _: object) -> None:
+        calls.extend([frame.f_code.co_name] if event == "call" and "/offload/" in frame.f_code.co_filename else [])
+
+    with budgeted(layers, "1GiB", max_host_bytes=0, **options) as handle:
+        for _ in range(48):  # plans were compared
+            step_gradients(layers, x)
+        assert handle.state == "following"
+        variables = len(contextvars.copy_context())
+        sys.setprofile(see)
+        step_gradients(layers, x)
+        sys.setprofile(None)
+        assert len(contextvars.copy_context()) == variables
+    return len(calls)
+
+
+def test_the_host_does_little_for_a_layer_that_keeps_what_its_graph_saves(lab: Lab) -> None:
+    """A few calls more than for a layer that is kept in eager mode."""
+    eager, compiled = ((calls_in_a_step(8, lab, **one) - calls_in_a_step(4, lab, **one)) / 4 for one in ({}, COMPILED))
+    assert 0 < eager < compiled <= eager + 10
 
 
 def test_inputs_of_other_sizes(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
