@@ -271,7 +271,7 @@ def pipeline_stages(schedule: Any) -> list[Any]:
 
 # torch.compile, without loading the compiler, which takes seconds.
 
-_REMEDY = (
+_HINT = (
     "offload moves tensors here, which no graph can hold; compile without fullgraph=True, or compile each layer by "
     "itself. For torch.export, take offloading off first, by handle.remove() or by leaving out the context, or "
     "export with strict=False"
@@ -290,7 +290,7 @@ def interpreted(function: Callable[Parameters, Result]) -> Callable[Parameters, 
         finally:
             _set_eval_frame(compiling)
 
-    vars(call).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=_REMEDY, _torchdynamo_orig_callable=function)
+    vars(call).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=_HINT, _torchdynamo_orig_callable=function)
     return call
 
 

@@ -19,7 +19,6 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
-from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +40,7 @@ from offload.device.backend import Backend
 from offload.measuring.follow_plan import FollowPlan
 from offload.measuring.memory_left import MemoryLeft
 from offload.measuring.profile_layers import learning_policies
+from offload.measuring.queueing import MOST_DELAY_S
 from offload.recompute.compiled_levels import NAMES, CompiledForward, CompiledPolicies, Level, Runs, parse_compile
 from offload.recompute.costs import RegionProfile
 from offload.recompute.layer_inputs import LayerInputs, Place, with_tensors
@@ -74,8 +74,8 @@ class NotCompiledError(Exception):
 class Levels(NamedTuple):
     """What a layer's trial has found."""
 
-    costs: tuple[RegionProfile, ...]  # the layer's inputs, and what each level keeps beside the one before
-    seconds: Mapping[Level, float]  # of each level that was tried
+    saved: Mapping[Level, int]  # bytes that each level saves
+    seconds: Mapping[Level, float]  # of each level, if they were timed
     host_s: float  # of the host where everything is recomputed
     said: list[str]
 
@@ -126,7 +126,8 @@ class _Trial:
         with torch.enable_grad(), drawn_again(self._random):
             self._forward.check(*self._arguments())
 
-    def run(self, level: Level) -> _LevelRun:
+    def run(self, level: Level, delay_s: float = 0.0) -> _LevelRun:
+        """Run forward and backward at a level, behind a delay of the device that lets the host be ahead."""
         saved: dict[int, int] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -136,6 +137,8 @@ class _Trial:
 
         arguments = self._arguments()
         with torch.enable_grad(), drawn_again(self._random):
+            if delay_s and self._backend.device.type != "cpu":
+                self._backend.delay(delay_s)
             begin, begin_s = self._backend.mark(), time.perf_counter()
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 output = self._forward.at(level, *arguments)
@@ -171,11 +174,11 @@ def try_levels(
     given: tuple[Any, Any],
     rules: Rules,
     backend: Backend,
-    known: Mapping[Level, float] | None = None,
+    times: int = TIMES,
 ) -> Levels:
     """Run a layer, whose forward is about to begin, at each level, on copies of what its forward is ``given``.
 
-    ``known`` has the seconds of a layer like this at each level, which is not timed then.
+    So many ``times`` a run at each level is timed.
 
     Raises:
         NotCompiledError: The layer does not compile, or no level recomputes what the layer computes.
@@ -206,11 +209,11 @@ def try_levels(
                     said.append(f"rounds gradients otherwise where it saves {_SAVES[level]}, as its dtypes allow")
                 if apart <= 1 and (forward.asked or not rounds):
                     saved[level] = found.saved_bytes
-                    times = [found.timed]
+                    timed = [found.timed]
                     del found
-                    times += [trial.run(level).timed for _ in range(0 if known else TIMES)]
-                    marks, took_s = zip(*times, strict=True)
-                    seconds[level] = known.get(level, 0.0) if known else min(backend.seconds(marks[1:]))
+                    timed += [trial.run(level, MOST_DELAY_S).timed for _ in range(times)]
+                    marks, took_s = zip(*timed, strict=True)
+                    seconds |= {level: min(backend.seconds(marks[1:]))} if times else {}
                     host_s = min(took_s) if level is Level.NOTHING else host_s
                 elif level is Level.NOTHING:
                     break  # then no other level will do
@@ -221,11 +224,11 @@ def try_levels(
         raise NotCompiledError(f"{type(error).__name__}: {first}", compiles=False) from error
     if Level.NOTHING not in saved or saved[Level.NOTHING] >= saved.get(Level.ALL, 0):
         raise NotCompiledError("; ".join(said) or "its graph saves no more than its inputs")
-    return Levels(_listed(seconds, saved), seconds, host_s, said)
+    return Levels(saved, seconds, host_s, said)
 
 
-def _listed(seconds: Mapping[Level, float], saved: Mapping[Level, int]) -> tuple[RegionProfile, ...]:
-    """What the levels keep of which each saves more than the one before, with what each adds."""
+def costs_of_levels(seconds: Mapping[Level, float], saved: Mapping[Level, int]) -> tuple[RegionProfile, ...]:
+    """A layer's inputs, and what the levels keep of which each saves more than the one before, with what each adds."""
     levels = [Level.ALL]
     for level in (Level.PRODUCTS, Level.ATTENTION, Level.NOTHING):
         if level in saved and saved[level] < saved[levels[0]]:
@@ -233,7 +236,7 @@ def _listed(seconds: Mapping[Level, float], saved: Mapping[Level, int]) -> tuple
     levels[0] = Level.NOTHING
     costs = [RegionProfile(NAMES[Level.NOTHING], saved[Level.NOTHING], 0.0, recomputable=False)]
     # No level takes longer than one below, whatever the clock says.
-    taken = [max(seconds[one] for one in levels[number:]) for number in range(len(levels))]
+    taken = [max(seconds.get(one, 0.0) for one in levels[number:]) for number in range(len(levels))]
     for number, (below, level) in enumerate(pairwise(levels)):
         more, took_s = saved[level] - saved[below], taken[number] - taken[number + 1]
         costs.append(RegionProfile(NAMES[level], more, took_s, (0,), only_with=number or None))
@@ -291,7 +294,7 @@ def _length(tensor: torch.Tensor) -> float:
 
 _logger = logging.getLogger(__name__)
 
-MOST_TIMED = 4  # so many layers of a kind are timed at each level; others are only proven
+MOST_TIMED = 4  # so many layers of a kind are timed at each level, of which the shortest counts for all
 
 
 class FollowCompiledPlan(FollowPlan):
@@ -306,8 +309,8 @@ class FollowCompiledPlan(FollowPlan):
     ) -> None:
         self._forwards: list[CompiledForward | None] = []  # of each layer, what runs it compiled, if anything does
         self._logged: set[str] = set()
-        self._seconds: defaultdict[Hashable, list[Mapping[Level, float]]] = defaultdict(list)
-        """What layers of each kind that were timed take at each level."""
+        self._tried: defaultdict[Hashable, list[tuple[CompiledPolicies, Levels]]] = defaultdict(list)
+        """Layers of each kind, and what was found."""
         runs, asked = Runs(), options is not None
         try:
             for layer in layers:
@@ -343,20 +346,22 @@ class FollowCompiledPlan(FollowPlan):
         layer = policies.layer()
         if not isinstance(policies, CompiledPolicies) or layer is None or not policies.wants_trial(inputs):
             return
-        timed = self._seconds[_kind_of(layer, inputs)]
-        known = None
-        if len(timed) >= MOST_TIMED:
-            known = {level: fmean(one.get(level, 0.0) for one in timed) for level in Level}
+        alike = self._tried[_kind_of(layer, inputs)]
+        times = TIMES if len(alike) < MOST_TIMED else 0
         try:
             if call.in_checkpoint:
                 raise NotCompiledError("the program checkpoints it")
-            found = try_levels(layer, policies.forward, inputs, self._rules, self._backend, known)
+            found = try_levels(layer, policies.forward, inputs, self._rules, self._backend, times)
         except NotCompiledError as error:
             self._give_up(number, layer, policies.forward, error)
             return
-        if known is None:
-            timed.append(found.seconds)
-        policies.learn(inputs, found.costs, found.host_s)
+        alike.append((policies, found))
+        # By times of its own, a layer that was lucky would be the one that a plan recomputes.
+        runs = [(level, took_s) for _, one in alike for level, took_s in one.seconds.items()]
+        seconds = {level: min(took_s for of, took_s in runs if of is level) for level, _ in runs}
+        for one, levels in alike:
+            one.costs = costs_of_levels(seconds, levels.saved)
+        policies.learn(inputs, policies.costs, found.host_s)
         for line in found.said:
             self._log(logging.INFO, number, f"({type(layer).__name__}), compiled, {line}")
 
