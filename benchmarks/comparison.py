@@ -14,8 +14,8 @@ import torch
 from benchmarks.instruments import Row, Step, attempt, give_memory_back, metered, pinned_by_torch, timed
 from benchmarks.models import Model
 
-SETTLES = 46
-"""Steps until plans were compared: not timed, as a training run has thousands after them."""
+SETTLES, UNCHANGED = 111, 8
+"""Steps until plans were compared, at most, and so many with the same plan: not timed, as training has thousands."""
 
 PAIRS = 12
 """So many steps at least are taken in turns with those of a rival."""
@@ -99,7 +99,9 @@ class Comparison:
                 measuring += 1
             if measuring and handle.plan is not None:
                 way.row.setdefault("first_predicted_s", handle.plan.step_s)  # before any step of it was timed
-            for _ in range(SETTLES if measuring else 0):
+            plans: list[Any] = []
+            while measuring and len(plans) < SETTLES and plans[-UNCHANGED:].count(handle.plan) < UNCHANGED:
+                plans.append(handle.plan)
                 step()
             yield handle, step, measuring
 

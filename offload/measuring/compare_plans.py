@@ -2,8 +2,8 @@
 
 A plan's prediction counts the seconds of the device, of the link and of the host as they were measured once. A host
 that is busy for a moment takes longer, and one that waits for the device now and then less long. So the plan with the
-shortest prediction is followed first, and others after it that may be faster, until the fastest is found. Every plan
-fits the budget.
+shortest prediction is followed first, and then all that may be faster take short turns, until the fastest is found.
+Every plan fits the budget.
 """
 
 from __future__ import annotations
@@ -24,16 +24,20 @@ from offload.planning.search import Among
 
 _logger = logging.getLogger(__name__)
 
-UNMEASURED = 2  # so many microbatches of a plan are not measured: host memory is pinned, second runs are proven
+UNMEASURED = 2, 1
+"""So many microbatches of a plan are not measured as it is followed for the first time, where host memory is pinned and
+second runs are proven; and so many whenever it is followed again."""
 
-MEASURED = 4
-"""So many are. The shortest of them tells what a plan may take, as a host is busy now and then for longer than two."""
+MEASURED = 2
+"""So many are then, before another plan's turn comes: what slows the host for a while slows all of them."""
 
-MEASUREMENTS = 2
-"""So often a plan is measured before it is followed for good: a host that is busy for a moment must not decide. Of all
-these microbatches the median counts, or what is just below: a plan of which one step in ten is short is not short."""
+TURNS = 4, 8
+"""So many turns each plan has that may be the fastest, and so many if its microbatches differ. Of all of these the
+median counts, or what is just below: a plan of which one step in ten is short is not short."""
 
-HOPE = 0.8  # of the seconds that it took at least, those that a plan may take when it is measured once more
+STEADY = 0.05  # microbatches do not differ if half of them take the same but for this part
+
+HOPE = 0.8  # of the seconds that it took at least, those that a plan may take in its next turn
 
 OPTIMISM = 0.75
 """Of its prediction, the seconds that a plan may take that was not measured, if the host has so much to do; or this
@@ -60,14 +64,20 @@ class ComparePlans:
 
     @property
     def measures(self) -> bool:
-        return bool(self._plans) and len(self._ratios[self._kind]) < MEASUREMENTS * MEASURED
+        return bool(self._plans) and not self._is_known(self._kind)
 
     def best(self, plans: Mapping[Among, Plan], elements: float) -> Plan:
-        """The plan with the shortest expected step, of plans for inputs of so many elements. It is followed next."""
+        """The plan with the shortest step, of plans for inputs of so many elements, or one that may be. It is next."""
         self._plans, self._elements = plans, elements
-        # Of equals the last one, which costs the host the least.
-        self._kind = min(reversed(Among), key=lambda kind: self._expected_s(plans, kind))
-        self._left, self._begin, self._marks = UNMEASURED, None, []
+        kinds = [kind for kind in reversed(Among) if kind in plans]  # of equals the first costs the host the least
+        least_s = min(map(self._took_s, kinds))
+        hopes_s = {kind: self._may_take_s(kind) for kind in kinds if not self._is_known(kind)}
+        open_kinds = [kind for kind, hope_s in hopes_s.items() if hope_s < least_s]
+        if open_kinds:
+            self._kind = min(open_kinds, key=lambda kind: (len(self._ratios[kind]), hopes_s[kind]))
+        else:
+            self._kind = min(kinds, key=self._took_s)
+        self._left, self._begin, self._marks = UNMEASURED[bool(self._ratios[self._kind])], None, []
         return plans[self._kind]
 
     def as_measured(self, plan: Plan | None) -> Plan | None:
@@ -100,17 +110,27 @@ class ComparePlans:
             self._marks.append((*self._begin, self._backend.mark()))
         self._begin = None
 
-    def _expected_s(self, plans: Mapping[Among, Plan], kind: Among) -> float:
-        found = plans.get(kind)
-        if found is None:
-            return math.inf
+    def _is_known(self, kind: Among) -> bool:
+        """Whether plans of this kind have had their turns."""
+        ratios, (least, most) = self._ratios[kind], TURNS
+        if len(ratios) < least * MEASURED:
+            return False
+        low, _, high = statistics.quantiles(ratios, n=4)
+        return high - low <= STEADY * low or len(ratios) >= most * MEASURED
+
+    def _took_s(self, kind: Among) -> float:
+        """The seconds of a plan by what was measured so far, if anything was."""
         ratios = self._ratios[kind]
-        if not ratios:
-            # Only the host can be faster than it was measured: what the device computes takes what it took.
-            least_s = max(_layers_s(found) * OPTIMISM, _layers_s(found) - found.host_s)
-            return least_s * min([1.0, *chain(*self._ratios.values())])
-        settled = len(ratios) == MEASUREMENTS * MEASURED
-        return _layers_s(found) * (statistics.median_low(ratios) if settled else HOPE * min(ratios))
+        return _layers_s(self._plans[kind]) * statistics.median_low(ratios) if ratios else math.inf
+
+    def _may_take_s(self, kind: Among) -> float:
+        """The seconds that a plan may take at least."""
+        plan, ratios = self._plans[kind], self._ratios[kind]
+        if len(ratios) > MEASURED:  # one turn may have come at a bad moment
+            return _layers_s(plan) * HOPE * min(ratios)
+        # Only the host can be faster than it was measured: what the device computes takes what it took.
+        least_s = max(_layers_s(plan) * OPTIMISM, _layers_s(plan) - plan.host_s)
+        return least_s * min([1.0, *chain(*self._ratios.values())])
 
     def _decide(self) -> Plan | None:
         """Another plan, if that is expected to take less than this one was measured to take."""

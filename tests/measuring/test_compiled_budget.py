@@ -150,7 +150,7 @@ def calls_in_a_step(count: int, lab: Lab, **options: Any) -> int:
         calls.extend([frame.f_code.co_name] if event == "call" and "/offload/" in frame.f_code.co_filename else [])
 
     with budgeted(layers, "1GiB", max_host_bytes=0, **options) as handle:
-        for _ in range(48):  # plans were compared
+        for _ in range(110):  # plans were compared
             step_gradients(layers, x)
         assert handle.state == "following"
         variables = len(contextvars.copy_context())
