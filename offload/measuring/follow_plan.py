@@ -209,8 +209,9 @@ class FollowPlan(HookedLayers):
         learned = self._stage == "learning" and all(one.proven for one in self._policies)
         last, self._inputs = self._inputs, given_to(inputs)
         size, gradient_bytes = self._costs.size_of(self._inputs), self._left.gradient_bytes()
-        counts_others = self._times.in_flight and self._watches
-        begin_bytes = self._begin_bytes + self._peak.now_bytes() if counts_others else gradient_bytes
+        held_bytes = self.plan.held_bytes if (others := self._times.in_flight) and self.plan is not None else 0
+        planned_bytes = gradient_bytes + others * held_bytes
+        begin_bytes = self._begin_bytes + self._peak.now_bytes() if others and self._watches else planned_bytes
         goes_on &= self.measures or is_within(size, self._planned)
         if goes_on:
             self._proves = proved  # one peak counts for all that runs before backward
@@ -243,10 +244,9 @@ class FollowPlan(HookedLayers):
                 self._change_to(other)
         if (largest := self.largest_plan) is not None:
             self._follow(self._plan_at(size, largest))
-        if self._times.in_flight > self._most_in_flight:  # those have not been counted, and are to be in the next step
-            self._most_in_flight, self._rewatch = self._times.in_flight, 0 if self._watches or self._said else 2
-            if self._rewatch:
-                _logger.info("more microbatches are in flight than before: peaks are measured from the next step on")
+        if others > self._most_in_flight and not (self._watches or self._said):
+            _logger.info("more microbatches are in flight than before: peaks are measured again")
+            self._most_in_flight, self._rewatch, goes_on = others, 2, goes_on and not held_bytes
         if goes_on:
             return
         self._gradient_bytes, self._peak_bytes = gradient_bytes, self._peak_bytes if largest is None else 0

@@ -81,7 +81,8 @@ class WatchedPlan(HookedLayers):
         self._times.begin_microbatch()
         gradient_bytes, others = self._left.gradient_bytes(), self._times.in_flight
         knows_others = self._times.memory is not None
-        self._begin_bytes = self._begin_bytes + self._memory.now_bytes() if others and knows_others else gradient_bytes
+        planned_bytes = gradient_bytes + (others * self._plan.held_bytes if others else 0)
+        self._begin_bytes = self._begin_bytes + self._memory.now_bytes() if others and knows_others else planned_bytes
         self._now = Load(given_to(tensors).elements, gradient_bytes, others)
         self._input_bytes = max(1, sum(one.nbytes for one in tensors if one.is_floating_point()))
         if not any(self._asked) and any(all(map(operator.le, self._now, one)) for one in self._known):

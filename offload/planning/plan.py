@@ -19,7 +19,7 @@ from itertools import groupby
 
 from offload.base.checks import format_bytes, format_s, parse_bytes
 from offload.observe.timeline import Timeline
-from offload.planning.layer_costs import LayerCosts, costs_of, peak_bytes, region_costs
+from offload.planning.layer_costs import LayerCosts, costs_of, peak_bytes, peaks_of, region_costs
 from offload.planning.profile import HostSeconds, Link, Profile, check_link, check_profile
 from offload.planning.search import Among, Search, layers_of_kinds
 from offload.planning.simulate import simulate
@@ -71,6 +71,14 @@ class Plan:
     def peak_bytes(self) -> int:
         """Predicted peak of the activation sets, and of the layers' workspace where the profile knows it."""
         return self.timeline.peak_bytes
+
+    @cached_property
+    def held_bytes(self) -> int:
+        """Predicted bytes that a microbatch holds while others run; 0 where the plan is for all of these together."""
+        if self.profile.calls:
+            return 0
+        costs = costs_of(self.profile, self.link, set(self.schedule.offloaded_layers), self.policies)
+        return peaks_of(costs, self.num_layers, self.profile.calls).between
 
     @property
     def host_bytes(self) -> int:

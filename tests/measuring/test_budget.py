@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload.base.checks import format_bytes
+from offload.base.checks import format_bytes, parse_bytes
 from offload.device.select import get_backend
 from offload.host import page_locked
 from offload.host import pool as host_pool
@@ -368,6 +368,41 @@ def test_a_budget_holds_where_microbatches_are_in_flight_after_some_that_were_no
     assert not measured[-1]
     assert peaks[0] > 1.02 * budget
     assert max(peaks[-3:]) <= 1.02 * budget
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["memory_budget", "plan"])
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_only_step_with_microbatches_in_flight_that_breaks_a_budget_is_said(
+    count: int, given: bool, lab: Lab, recwarn: pytest.WarningsRecorder
+) -> None:
+    """On the CPU, too, where nobody has counted what the first of them holds: as much as is planned."""
+    layers = nn.ModuleList(Wide() for _ in range(6))
+
+    def step(*lengths: int) -> int:
+        with offload.memory_meter("cpu") as meter:
+            losses = [loss_of(through(layers, torch.rand(length, 64))) for length in lengths]
+            while losses:
+                losses.pop().backward()
+        layers.zero_grad()
+        return meter.peak_bytes
+
+    budget = round(1.2 * step(240))
+    if given:
+        options = {"min_bytes": 1, "device": lab.device}
+        profile = offload.profile_layers(layers, lambda: step(240), regions=True, steps=1, **options)
+        plan = offload.plan(profile, budget, offload.Link(1e9, 1e9, 1.5e9))
+        handle = offload.offload_layers(layers, plan=plan, **options)
+    else:
+        handle = budgeted(layers, lab, budget)
+    assert max(step(240) for _ in range(6)) <= budget
+    recwarn.clear()
+    peak_bytes = step(*[240] * count)
+    assert peak_bytes > 1.3 * budget
+    step(240)
+    handle.remove()
+    [told] = [str(one.message) for one in recwarn if "memory_budget" in str(one.message)]
+    needed = parse_bytes(re.search(r"needed ([\d.]+ [KM]iB)", told)[1], "needed")
+    assert needed == pytest.approx(peak_bytes, rel=0.05)
 
 
 def test_what_a_program_keeps_of_an_earlier_step_is_not_in_flight(lab: Lab) -> None:
