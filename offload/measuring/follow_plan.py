@@ -1,10 +1,9 @@
 """Layers that are measured in their first microbatches, and follow a plan from then on.
 
 In the first microbatch everything is recomputed, the layers' inputs are offloaded, and each region is timed. The second
-runs in the same way, and the layers are timed as a whole. That makes a profile, and the profile a plan, which is
-followed. Inputs for which something needs more than for any before get a new plan before they run, from what was
-measured. Smaller ones follow that plan in as few layers as are enough, and the other layers keep everything. Much
-larger ones are timed as the second was.
+runs in the same way, and layers are timed as a whole. That makes a profile, and the profile a plan, which is followed.
+Inputs for which something needs more than for any before get a new plan before they run, from what was measured.
+Smaller ones follow it in as few layers as are enough, and others keep all. Much larger ones are timed as the second.
 """
 
 from __future__ import annotations
@@ -76,9 +75,8 @@ class FollowPlan(HookedLayers):
         max_host_bytes: int | str | None,
         link: Link | None = None,
     ) -> None:
-        most = None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes")
-        nothing = Schedule(len(layers))
-        context = OffloadContext(nothing, len(layers), min_bytes=min_bytes, device=device, max_host_bytes=most)
+        count, most = len(layers), None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes")
+        context = OffloadContext(Schedule(count), count, min_bytes=min_bytes, device=device, max_host_bytes=most)
         self._backend, self._compare = context.backend, ComparePlans(context.backend)
         if memory_budget == "auto":
             memory_budget = DeviceLeft(self._backend.device, layers, most)
@@ -209,9 +207,8 @@ class FollowPlan(HookedLayers):
         learned = self._stage == "learning" and all(one.proven for one in self._policies)
         last, self._inputs = self._inputs, given_to(inputs)
         size, gradient_bytes = self._costs.size_of(self._inputs), self._left.gradient_bytes()
-        held_bytes = self.plan.held_bytes if (others := self._times.in_flight) and self.plan is not None else 0
-        planned_bytes = gradient_bytes + others * held_bytes
-        begin_bytes = self._begin_bytes + self._peak.now_bytes() if others and self._watches else planned_bytes
+        counts_others = self._times.in_flight and self._watches
+        begin_bytes = self._begin_bytes + self._peak.now_bytes() if counts_others else gradient_bytes
         goes_on &= self.measures or is_within(size, self._planned)
         if goes_on:
             self._proves = proved  # one peak counts for all that runs before backward
@@ -244,9 +241,12 @@ class FollowPlan(HookedLayers):
                 self._change_to(other)
         if (largest := self.largest_plan) is not None:
             self._follow(self._plan_at(size, largest))
-        if others > self._most_in_flight and not (self._watches or self._said):
-            _logger.info("more microbatches are in flight than before: peaks are measured again")
-            self._most_in_flight, self._rewatch, goes_on = others, 2, goes_on and not held_bytes
+        if largest is not None and (others := self._times.in_flight) > max(self._most_in_flight, largest.together - 1):
+            self._most_in_flight, self._rewatch = others, 0 if self._watches or self._said else 2
+            if self._rewatch:  # those have not been counted, and are to be in the next step
+                _logger.info("more microbatches are in flight than before: peaks are measured from the next step on")
+                asked = self._left.asked_bytes
+                self._left.broken.expect(others, asked(largest.peak_beside(others)), asked(self._budget))
         if goes_on:
             return
         self._gradient_bytes, self._peak_bytes = gradient_bytes, self._peak_bytes if largest is None else 0

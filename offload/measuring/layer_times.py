@@ -84,6 +84,7 @@ class LayerTimes(Attachment):
         self.together = 0  # the most of them since :meth:`start`; none, if no backward has ended
         self.rounds: list[tuple[int, dict[Phase, Pass]]] = []  # of all layers since then, each behind a layer's number
         self.alone = False  # whether no other microbatch has run beside the one that ended last
+        self.joined = False  # whether its backward was that of others, too, whose memory it has freed
         super().__init__(layers, self.layers)
 
     def remove(self) -> None:
@@ -139,6 +140,7 @@ class LayerTimes(Attachment):
 
     def _end_microbatch(self) -> None:
         self.alone = self._begun == 1 and not self.in_flight and not self._awaited
+        self.joined = self.in_flight > len(self._awaited)
         self.together, self._begun = max(self.together, self._begun), 0
         self.ended()
 

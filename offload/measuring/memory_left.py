@@ -64,6 +64,17 @@ class BrokenBudget:
                 "such microbatches do not fit."
             )
 
+    def expect(self, others: int, needed_bytes: int, memory_budget: int) -> None:
+        """A microbatch that needs up to so much begins beside others, and nobody has counted what these hold."""
+        over_bytes = needed_bytes - memory_budget
+        if over_bytes > self.told_bytes + TOLERANCE * memory_budget:
+            self.told_bytes = over_bytes
+            warn_caller(
+                f"memory_budget = {format_bytes(memory_budget)} may be broken: {others + 1} microbatches await their "
+                f"backward at once, more than before, and need up to {format_bytes(needed_bytes)}. Peaks are measured "
+                "from the next step on; give more if this one does not fit."
+            )
+
     def warn(self, budget: str, why: str) -> None:
         """Say that the budget is broken for good: only once, as each longer input may do so."""
         line = f"memory_budget = {budget} {why} Give more, or use smaller microbatches."

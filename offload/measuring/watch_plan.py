@@ -81,8 +81,9 @@ class WatchedPlan(HookedLayers):
         self._times.begin_microbatch()
         gradient_bytes, others = self._left.gradient_bytes(), self._times.in_flight
         knows_others = self._times.memory is not None
-        planned_bytes = gradient_bytes + (others * self._plan.held_bytes if others else 0)
-        self._begin_bytes = self._begin_bytes + self._memory.now_bytes() if others and knows_others else planned_bytes
+        self._begin_bytes = self._begin_bytes + self._memory.now_bytes() if others and knows_others else gradient_bytes
+        if others > max((one.others for one in self._known), default=self._plan.together - 1):
+            self._broken.expect(others, self._plan.peak_beside(others), self._expected)
         self._now = Load(given_to(tensors).elements, gradient_bytes, others)
         self._input_bytes = max(1, sum(one.nbytes for one in tensors if one.is_floating_point()))
         if not any(self._asked) and any(all(map(operator.le, self._now, one)) for one in self._known):
@@ -98,7 +99,8 @@ class WatchedPlan(HookedLayers):
         elements = self._now.elements
         if self._counted:
             self._has_counted = True
-            self._times.measure_before(elements)
+            if not self._times.joined:
+                self._times.measure_before(elements)
         most_bytes = self._times.most_bytes() if self._counted else self._times.layers_bytes
         before_bytes = self._times.before_bytes(elements)
         if self._times.alone:

@@ -72,13 +72,17 @@ class Plan:
         """Predicted peak of the activation sets, and of the layers' workspace where the profile knows it."""
         return self.timeline.peak_bytes
 
-    @cached_property
-    def held_bytes(self) -> int:
-        """Predicted bytes that a microbatch holds while others run; 0 where the plan is for all of these together."""
-        if self.profile.calls:
-            return 0
+    @property
+    def together(self) -> int:
+        """How many microbatches are in flight at once, or how often layers run before backward, in the plan's step."""
+        return len(self.profile.order) // len(self.profile.layers)
+
+    def peak_beside(self, others: int) -> int:
+        """Predicted peak, at most, of a microbatch that begins while so many others await their backward."""
         costs = costs_of(self.profile, self.link, set(self.schedule.offloaded_layers), self.policies)
-        return peaks_of(costs, self.num_layers, self.profile.calls).between
+        between = peaks_of(costs, self.num_layers, self.profile.calls).between
+        more_bytes = between // self.together + self.profile.loss_bytes  # which may keep all that the loss has needed
+        return self.peak_bytes + max(0, others + 1 - self.together) * more_bytes
 
     @property
     def host_bytes(self) -> int:

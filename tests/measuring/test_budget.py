@@ -353,7 +353,7 @@ def test_a_budget_holds_where_microbatches_are_in_flight_after_some_that_were_no
 
     budget = round(0.7 * step(240, 240))
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "memory_budget = .* was broken")
+        warnings.filterwarnings("ignore", "memory_budget = .* (was|may be) broken")
         with budgeted(layers, lab, budget) as handle:
             assert max(step(240) for _ in range(6)) <= budget
             assert not any(handle.plan.policies)
@@ -375,7 +375,7 @@ def test_a_budget_holds_where_microbatches_are_in_flight_after_some_that_were_no
 def test_the_only_step_with_microbatches_in_flight_that_breaks_a_budget_is_said(
     count: int, given: bool, lab: Lab, recwarn: pytest.WarningsRecorder
 ) -> None:
-    """On the CPU, too, where nobody has counted what the first of them holds: as much as is planned."""
+    """As what may be, since nobody on the CPU has counted what the others hold; that is no less than what is needed."""
     layers = nn.ModuleList(Wide() for _ in range(6))
 
     def step(*lengths: int) -> int:
@@ -400,9 +400,10 @@ def test_the_only_step_with_microbatches_in_flight_that_breaks_a_budget_is_said(
     assert peak_bytes > 1.3 * budget
     step(240)
     handle.remove()
-    [told] = [str(one.message) for one in recwarn if "memory_budget" in str(one.message)]
-    needed = parse_bytes(re.search(r"needed ([\d.]+ [KM]iB)", told)[1], "needed")
-    assert needed == pytest.approx(peak_bytes, rel=0.05)
+    messages = [str(one.message) for one in recwarn]
+    [told] = [one for one in messages if f"may be broken: {count} microbatches await their backward" in one]
+    needed = parse_bytes(re.search(r"need up to ([\d.]+ [KM]iB)", told)[1], "needed")
+    assert 0.98 * peak_bytes <= needed <= 1.3 * peak_bytes
 
 
 def test_what_a_program_keeps_of_an_earlier_step_is_not_in_flight(lab: Lab) -> None:
@@ -442,7 +443,7 @@ def test_a_given_plan_that_is_broken_without_a_backward_or_beside_others_is_said
         layers.zero_grad()
         step(240)
     layers.zero_grad()
-    said = pytest.warns(UserWarning, match="was broken|was not met by the plan")
+    said = pytest.warns(UserWarning, match="was broken|may be broken|was not met by the plan")
     with said, offload.memory_meter("cpu") as meter:
         if case == "cut off":
             through(layers, torch.rand(1500, 64))
