@@ -55,6 +55,7 @@ def main() -> None:
     budgets.add_argument("--number", type=int, default=40, help="how many models")
     budgets.add_argument("--microbatches", type=int, default=1, help="how many there are in a step")
     budgets.add_argument("--varying", action="store_true", help="their lengths vary")
+    budgets.add_argument("--in-flight", action="store_true", help="some steps have them at once, the others have one")
     budgets.add_argument("--record", type=Path, default=RESULTS / "outside_budgets.json")
     budgets.set_defaults(run=run_budgets)
     for command in (operations, architectures):
@@ -124,7 +125,7 @@ def run_budgets(options: argparse.Namespace) -> None:
     """Random models under random budgets: the peak of each, by ``memory_budget`` and by ``plan``, as fractions."""
     rows = []
     for seed in range(options.first, options.first + options.number):
-        report = check_budget(seed, options.microbatches, varying=options.varying)
+        report = check_budget(seed, options.microbatches, varying=options.varying, in_flight=options.in_flight)
         row = asdict(report) | {key: getattr(report, key) / report.budget for key in ("peak", "highest", "planned")}
         rows.append(row)
         print(f"{seed}: {row['peak']:.3f} {row['planned']:.3f} {report.wrong or len(report.messages)}", flush=True)
@@ -133,7 +134,9 @@ def run_budgets(options: argparse.Namespace) -> None:
     wrong = sum(bool(row["wrong"]) for row in rows)
     counts = {"models": len(rows), "held": held, "held_by_plan": held_by_plan, "wrong": wrong}
     print(counts)
-    settings = {"first_seed": options.first, "microbatches": options.microbatches, "varying": options.varying}
+    settings = {"first_seed": options.first} | {
+        key: vars(options)[key] for key in ("microbatches", "varying", "in_flight")
+    }
     write(origin_now(**settings) | counts | {"rows": rows}, options.record)
 
 

@@ -17,6 +17,8 @@ TOLERANCE = 0.02
 LINK = offload.Link(1e9, 1e9, 1.5e9)
 STEPS = 9
 """Of which the first two are measured, and at most four are corrected."""
+AT_ONCE = 0.3
+"""So many steps have several microbatches at once if they may: before there is a plan, or long after."""
 
 
 @dataclass
@@ -110,29 +112,49 @@ def build(seed: int) -> tuple[Model, torch.Tensor, str, float]:
     return model, tokens, words, rng.uniform(0.35, 1.1)
 
 
-def step(model: Model, tokens: torch.Tensor, optimizer: torch.optim.Optimizer, lengths: Sequence[int]) -> int:
+IN_FLIGHT = ("joined", "the newest first", "the oldest first")
+"""How backwards come to microbatches that are in flight at once."""
+
+
+def step(
+    model: Model, tokens: torch.Tensor, optimizer: torch.optim.Optimizer, lengths: Sequence[int], in_flight: str = ""
+) -> int:
     """A step of training, of a microbatch of each length; returns the most bytes that it needed at once."""
     with offload.memory_meter("cpu") as meter:
+        losses: list[torch.Tensor] = []
         for length in lengths:
-            model(tokens[:, :length]).backward()
+            losses.append(model(tokens[:, :length]))
+            if not in_flight:
+                losses.pop().backward()
+        if in_flight == "joined":
+            torch.stack(losses).sum().backward()
+            losses.clear()
+        while losses:
+            losses.pop(0 if in_flight == "the oldest first" else -1).backward()
     optimizer.step()
     optimizer.zero_grad()
     return meter.peak_bytes
 
 
-def check(seed: int, microbatches: int = 1, *, varying: bool = False) -> Report:
+def check(seed: int, microbatches: int = 1, *, varying: bool = False, in_flight: bool = False) -> Report:
     """Train one model under a budget, by ``memory_budget`` and by ``plan``.
 
-    Steps have so many microbatches, all of the same length, or of lengths that vary up to that.
+    Steps have so many microbatches, all of the same length, or of lengths that vary up to that. If they are to be
+    ``in_flight``, some steps have so many at once, and most have one.
     """
     model, tokens, words, share = build(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     report, rng = Report(words), random.Random(seed)
-    longest = [tokens.shape[1]] * microbatches
+    longest = [tokens.shape[1]] * (1 if in_flight else microbatches)
+    order = rng.choice(IN_FLIGHT) if in_flight else ""
+
+    def lengths() -> list[int]:
+        count = microbatches if in_flight and rng.random() < AT_ONCE else 1
+        return [rng.randint(4, one) if varying else one for one in longest * count]
 
     def train(steps: int) -> list[int]:
-        drawn = [[rng.randint(4, one) if varying else one for one in longest] for _ in range(steps)]
-        peaks = [step(model, tokens, optimizer, lengths) for lengths in drawn]
+        drawn = [lengths() for _ in range(steps)]
+        peaks = [step(model, tokens, optimizer, each, order) for each in drawn]
         for _ in range(2):  # what the last one has needed is said in the next, or behind a plan's first one
             step(model, tokens, optimizer, [4])
         return peaks
@@ -145,7 +167,7 @@ def check(seed: int, microbatches: int = 1, *, varying: bool = False) -> Report:
             peaks = train(STEPS)
     report.peak, report.highest = max(peaks[-3:]), max(peaks)
     report.messages = [str(one.message) for one in told if "memory_budget" in str(one.message)]
-    if len(report.messages) > 1 and not varying:
+    if len(report.messages) > 1 and not (varying or in_flight):
         report.wrong = "more than one message"
     elif report.highest > (1 + TOLERANCE) * budget and not report.messages:
         report.wrong = f"memory_budget: {report.highest / budget:.3f} of the budget without a message"
@@ -169,6 +191,7 @@ def check(seed: int, microbatches: int = 1, *, varying: bool = False) -> Report:
     report.planned = max(peaks)
     said = [str(one.message) for one in told if "memory_budget" in str(one.message)]
     report.messages += said
-    if (max(learning, *peaks) > (1 + TOLERANCE) * budget) != bool(said) and not report.wrong:
+    broken = max(learning, *peaks) > (1 + TOLERANCE) * budget
+    if broken != bool(said) and (broken or not in_flight) and not report.wrong:
         report.wrong = f"plan: {report.planned / budget:.3f} of the budget, {plan.peak_bytes / budget:.3f} predicted"
     return report

@@ -60,6 +60,7 @@ def test_one_of_each_kind(name: str) -> None:
 
 
 HELD, TOO_SMALL, SAID = (3, 4), (23,), ((5025, 3), (6006, 3), (7041, 3), (8000, 1))
+AT_ONCE = ((20000, 3), (20014, 3), (20038, 3), (30006, 2), (30007, 2), (30021, 2))
 """Seeds of small models."""
 
 
@@ -77,6 +78,13 @@ def test_the_peak_keeps_to_the_budget(seed: int) -> None:
 @pytest.mark.parametrize(("seed", "microbatches"), SAID)
 def test_the_peak_keeps_to_the_budget_or_that_is_said(seed: int, microbatches: int, varying: bool) -> None:
     assert not check_budget(seed, microbatches, varying=varying).wrong
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize(("seed", "microbatches"), AT_ONCE)
+def test_what_several_microbatches_need_at_once_is_said_if_it_breaks_the_budget(seed: int, microbatches: int) -> None:
+    """In the first step that has more of them than there were, too, where nobody has counted what the others hold."""
+    assert not check_budget(seed, microbatches, in_flight=True).wrong
 
 
 @pytest.mark.parametrize("seed", TOO_SMALL)
