@@ -82,7 +82,7 @@ def _counts(found: list[Row]) -> str:
         f"{max(ratio for ratio in ratios if not math.isnan(ratio)):.2f} times as long."
     )
     if turns := sum("beside" in one["row"] for one in found):
-        said += f" For {turns}, both took turns, step by step."
+        said += f" In {turns} of them, steps of both ways alternate."
     budgets = [one["row"] for one in found]
     if over := [excess for row in budgets if (excess := row["peak_bytes"] / row["budget_bytes"] - 1) > 0]:
         said += f" Peaks above the budget: {len(over)}, by at most {max(over):.2%}."
