@@ -296,7 +296,7 @@ def interpreted(function: Callable[Parameters, Result]) -> Callable[Parameters, 
 
 def with_default_generators(run: Callable[..., Result], *args: Any) -> Result:
     """Run what may be compiled: what is recomputed draws from the default generators, and from none of its own."""
-    config = torch._functorch.config  # whose patch() leaves a context variable behind each time
+    config = _take("_functorch.config")  # whose patch() leaves a context variable behind each time
     before, config.graphsafe_rng_functionalization = _take("graphsafe_rng_functionalization", config), False
     try:
         return run(*args)

@@ -356,12 +356,13 @@ class FollowCompiledPlan(FollowPlan):
             self._give_up(number, layer, policies.forward, error)
             return
         alike.append((policies, found))
+        policies.learn(inputs, found.host_s)
         # By times of its own, a layer that was lucky would be the one that a plan recomputes.
-        runs = [(level, took_s) for _, one in alike for level, took_s in one.seconds.items()]
-        seconds = {level: min(took_s for of, took_s in runs if of is level) for level, _ in runs}
+        seconds: dict[Level, float] = {}
+        for level, took_s in (pair for _, one in alike for pair in one.seconds.items()):
+            seconds[level] = min(took_s, seconds.get(level, math.inf))
         for one, levels in alike:
             one.costs = costs_of_levels(seconds, levels.saved)
-        policies.learn(inputs, policies.costs, found.host_s)
         for line in found.said:
             self._log(logging.INFO, number, f"({type(layer).__name__}), compiled, {line}")
 

@@ -221,10 +221,10 @@ class CompiledPolicies(LayerPolicies):
             return False
         return LayerInputs(*given).sizes not in self._tried
 
-    def learn(self, given: tuple[Any, Any], costs: tuple[RegionProfile, ...], host_s: float) -> None:
-        """What was tried: the regions that levels keep, one more from level to level, and the host's seconds."""
+    def learn(self, given: tuple[Any, Any], host_s: float) -> None:
+        """The layer was tried; its ``costs`` are set by whoever compares the layer with others that are like it."""
         self._tried.append(LayerInputs(*given).sizes)
-        self.costs, self.host_s = costs, host_s
+        self.host_s = host_s
         self.learned += 1
 
     @property

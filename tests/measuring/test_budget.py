@@ -336,6 +336,22 @@ def test_a_budget_holds_where_each_microbatch_begins_beside_older_ones(lab: Lab)
     assert max(peaks[-3:]) <= 1.02 * budget
 
 
+def at_once(layers: nn.ModuleList, *lengths: int, stem: nn.Module | None = None) -> int:
+    """The most that a step needs whose forwards come before the first backward: the newest one's, or all behind a stem.
+
+    What needs a gradient in front of the layers tells when the backward of the first of them ends.
+    """
+    with offload.memory_meter("cpu") as meter:
+        inputs = [torch.rand(length, 64) for length in lengths]
+        losses = [loss_of(through(layers, x if stem is None else stem(x))) for x in inputs]
+        if stem is not None:
+            losses = [torch.stack(losses).sum()]
+        while losses:
+            losses.pop().backward()
+    layers.zero_grad()
+    return meter.peak_bytes
+
+
 def test_a_budget_holds_where_microbatches_are_in_flight_after_some_that_were_not(
     lab: Lab, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -343,14 +359,7 @@ def test_a_budget_holds_where_microbatches_are_in_flight_after_some_that_were_no
     caplog.set_level(logging.INFO, "offload.measuring.follow_plan")
     layers = nn.ModuleList(Wide() for _ in range(6))
 
-    def step(*lengths: int) -> int:
-        with offload.memory_meter("cpu") as meter:
-            losses = [loss_of(through(layers, torch.rand(length, 64))) for length in lengths]
-            while losses:
-                losses.pop().backward()
-        layers.zero_grad()
-        return meter.peak_bytes
-
+    step = partial(at_once, layers)
     budget = round(0.7 * step(240, 240))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "memory_budget = .* (was|may be) broken")
@@ -378,14 +387,7 @@ def test_the_only_step_with_microbatches_in_flight_that_breaks_a_budget_is_said(
     """As what may be, since nobody on the CPU has counted what the others hold; that is no less than what is needed."""
     layers = nn.ModuleList(Wide() for _ in range(6))
 
-    def step(*lengths: int) -> int:
-        with offload.memory_meter("cpu") as meter:
-            losses = [loss_of(through(layers, torch.rand(length, 64))) for length in lengths]
-            while losses:
-                losses.pop().backward()
-        layers.zero_grad()
-        return meter.peak_bytes
-
+    step = partial(at_once, layers)
     budget = round(1.2 * step(240))
     if given:
         options = {"min_bytes": 1, "device": lab.device}
@@ -404,6 +406,22 @@ def test_the_only_step_with_microbatches_in_flight_that_breaks_a_budget_is_said(
     [told] = [one for one in messages if f"may be broken: {count} microbatches await their backward" in one]
     needed = parse_bytes(re.search(r"need up to ([\d.]+ [KM]iB)", told)[1], "needed")
     assert 0.98 * peak_bytes <= needed <= 1.3 * peak_bytes
+
+
+def test_a_given_plan_says_nothing_where_microbatches_that_share_a_backward_keep_to_its_budget(
+    lab: Lab, recwarn: pytest.WarningsRecorder
+) -> None:
+    """What the others free in that backward was not saved before the first layer."""
+    layers = nn.ModuleList(Wide() for _ in range(6))
+    step = partial(at_once, layers, stem=nn.Linear(64, 64))
+    budget, options = round(1.35 * step(240, 240, 240)), {"min_bytes": 1, "device": lab.device}
+    profile = offload.profile_layers(layers, lambda: step(240), regions=True, steps=1, **options)
+    plan = offload.plan(profile, budget, offload.Link(1e9, 1e9, 1.5e9))
+    handle = offload.offload_layers(layers, plan=plan, **options)
+    peaks = [step(*[240] * count) for count in (3, 2, 1, 1, 3, 1)]
+    handle.remove()
+    assert max(peaks) <= budget
+    assert not [one for one in recwarn if "memory_budget" in str(one.message)]
 
 
 def test_what_a_program_keeps_of_an_earlier_step_is_not_in_flight(lab: Lab) -> None:

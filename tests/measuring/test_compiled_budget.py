@@ -155,8 +155,10 @@ def calls_in_a_step(count: int, lab: Lab, **options: Any) -> int:
         assert handle.state == "following"
         variables = len(contextvars.copy_context())
         sys.setprofile(see)
-        step_gradients(layers, x)
-        sys.setprofile(None)
+        try:
+            step_gradients(layers, x)
+        finally:
+            sys.setprofile(None)
         assert len(contextvars.copy_context()) == variables
     return len(calls)
 

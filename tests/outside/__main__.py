@@ -134,10 +134,8 @@ def run_budgets(options: argparse.Namespace) -> None:
     wrong = sum(bool(row["wrong"]) for row in rows)
     counts = {"models": len(rows), "held": held, "held_by_plan": held_by_plan, "wrong": wrong}
     print(counts)
-    settings = {"first_seed": options.first} | {
-        key: vars(options)[key] for key in ("microbatches", "varying", "in_flight")
-    }
-    write(origin_now(**settings) | counts | {"rows": rows}, options.record)
+    settings = {key: vars(options)[key] for key in ("microbatches", "varying", "in_flight")}
+    write(origin_now(first_seed=options.first, **settings) | counts | {"rows": rows}, options.record)
 
 
 def count(found: dict[str, dict[str, Any]]) -> dict[str, int]:
