@@ -199,8 +199,8 @@ class CompiledForward:
 
 
 def _as_it_is(graph: Any, _inputs: object) -> Any:
-    """A compiler's backend that compiles nothing."""
-    return graph.forward
+    """A compiler's backend that compiles nothing. What runs then has no backward: PyTorch 2.11 would never free it."""
+    return torch.no_grad()(graph.forward)
 
 
 class CompiledPolicies(LayerPolicies):

@@ -3,6 +3,7 @@
 import contextvars
 import copy
 import functools
+import gc
 import itertools
 import logging
 import pickle
@@ -112,6 +113,24 @@ def test_budgets_with_the_bits_of_eager_layers(block: str, host: int | str, lab:
         assert host or kept(handle)
     assert "forward" not in vars(layers[0])
     assert_same(expected, seeded(layers, x))
+
+
+def test_nothing_of_a_trial_is_left(lab: Lab) -> None:
+    """Copies of each layer's input would add up to gigabytes, which no collector frees."""
+    layers, x = built("mlp", lab)
+
+    def tensors() -> int:
+        gc.collect()
+        found = [one for one in gc.get_objects() if type(one) is torch.Tensor]  # the compiler has others, without memory
+        return sum(one.shape == x.shape for one in found)
+
+    step_gradients(layers, x)
+    before = tensors()
+    with budgeted(layers, "1GiB", compile=EAGER) as handle:
+        for _ in range(3):
+            step_gradients(layers, x)
+        assert handle.state == "following"
+        assert tensors() == before
 
 
 def test_the_host_takes_no_longer_than_in_the_trial(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
