@@ -294,14 +294,8 @@ def interpreted(function: Callable[Parameters, Result]) -> Callable[Parameters, 
     return call
 
 
-def with_default_generators(run: Callable[..., Result], *args: Any) -> Result:
-    """Run what may be compiled: what is recomputed draws from the default generators, and from none of its own."""
-    config = _take("_functorch.config")  # whose patch() leaves a context variable behind each time
-    before, config.graphsafe_rng_functionalization = _take("graphsafe_rng_functionalization", config), False
-    try:
-        return run(*args)
-    finally:
-        config.graphsafe_rng_functionalization = before
+compiler_events = functools.partial(_take, "_dynamo.callback.callback_handler")  # tell when it begins, and has ended
+compiler_settings = functools.partial(_take, "_functorch.config")  # whose patch() leaves a context variable behind
 
 
 def compiles() -> bool:

@@ -12,6 +12,7 @@ that is kept, and those behind it would draw other numbers in backward.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
@@ -24,7 +25,15 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from offload.base.layer_events import replace_attribute, unchanged
-from offload.base.torch_private import COMPILED_CALL, OPERATOR, ORIGINAL, is_traced, schema_of, with_default_generators
+from offload.base.torch_private import (
+    COMPILED_CALL,
+    OPERATOR,
+    ORIGINAL,
+    compiler_events,
+    compiler_settings,
+    is_traced,
+    schema_of,
+)
 from offload.recompute.costs import LayerPolicy, RegionProfile
 from offload.recompute.layer_inputs import LayerInputs
 from offload.recompute.layer_policies import LayerPolicies
@@ -117,6 +126,36 @@ class Runs:
         self.at = {level: _runs_at(level, self.found) for level in Level}
         self.check = _runs_at(Level.NOTHING, self.found)
         """The same as for :attr:`Level.NOTHING`, to see whether a layer compiles as one graph."""
+
+
+class _Running(threading.local):
+    level = False  # whether this thread runs a layer at a level, which may be compiled first
+
+
+_running, _setting = _Running(), list[bool]()
+
+
+def _change_setting(_: object) -> None:
+    """The compiler begins, or has ended: what it compiles for a level draws from no generators of its own."""
+    settings = compiler_settings()
+    if _setting:
+        settings.graphsafe_rng_functionalization = _setting.pop()
+    elif _running.level:
+        _setting.append(settings.graphsafe_rng_functionalization)
+        settings.graphsafe_rng_functionalization = False
+
+
+def with_default_generators(run: Callable[..., Any], *args: Any) -> Any:
+    """Run what may be compiled first: what its backward recomputes draws from the default generators."""
+    events = compiler_events()
+    if _change_setting not in events.start_callbacks:  # the first time, or since torch._dynamo.reset()
+        events.register_start_callback(_change_setting)
+        events.register_end_callback(_change_setting)
+    before, _running.level = _running.level, True
+    try:
+        return run(*args)
+    finally:
+        _running.level = before
 
 
 def parse_compile(given: object) -> dict[str, Any] | None:

@@ -27,11 +27,11 @@ from models import (
 from torch import nn
 
 import offload
-from offload.base.torch_private import is_compiled, with_default_generators
+from offload.base.torch_private import is_compiled
 from offload.measuring import follow_compiled
 from offload.measuring.layer_times import LayerTimes
 from offload.recompute import compiled_levels
-from offload.recompute.compiled_levels import Level
+from offload.recompute.compiled_levels import Level, with_default_generators
 
 # The compiler's own imports, its advice on float32, and what it does to inputs that are no leaves.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")]
@@ -121,7 +121,7 @@ def test_nothing_of_a_trial_is_left(lab: Lab) -> None:
 
     def tensors() -> int:
         gc.collect()
-        found = [one for one in gc.get_objects() if type(one) is torch.Tensor]  # the compiler has others, without memory
+        found = [one for one in gc.get_objects() if type(one) is torch.Tensor]  # the compiler's have no memory
         return sum(one.shape == x.shape for one in found)
 
     step_gradients(layers, x)
@@ -345,9 +345,19 @@ def test_random_numbers_that_would_be_others_are_found(block: Any, lab: Lab, log
 def test_operations_that_are_recomputed_draw_from_the_default_generator() -> None:
     """On a GPU, the compiler would give each a generator of its own, with other numbers than without recomputation."""
     config: Any = torch._functorch.config
-    before = config.graphsafe_rng_functionalization
-    assert with_default_generators(lambda: config.graphsafe_rng_functionalization) is False
-    assert config.graphsafe_rng_functionalization is before
+    before, seen = config.graphsafe_rng_functionalization, list[bool]()
+
+    def backend(graph: Any, _: object) -> Any:
+        seen.append(config.graphsafe_rng_functionalization)
+        return graph.forward
+
+    for times in range(2):  # the compiler forgets who listens when it is reset
+        torch.compiler.reset()
+        run = torch.compile(lambda x: x + 1, backend=backend)
+        with_default_generators(run, torch.zeros(2 + times))
+        torch.compile(lambda x: x - 1, backend=backend)(torch.zeros(2))
+        assert config.graphsafe_rng_functionalization is before
+    assert seen == [False, before, False, before]
 
 
 def test_operations_that_draw_are_never_kept() -> None:
