@@ -63,6 +63,9 @@ _SAVES = {
 }  # fmt: skip
 
 
+_UNCOUNTED = "may need more than memory_budget on the CPU: what Inductor's code allocates while it runs is not counted"
+
+
 class NotCompiledError(Exception):
     """The layer has no levels; the text says why, and ``compiles`` whether the layer may be compiled as a whole."""
 
@@ -322,6 +325,8 @@ class FollowCompiledPlan(FollowPlan):
             self._put_back()
             raise
         self._rules = Rules(self._backend.device, parse_bytes(others["min_bytes"], "min_bytes"))
+        inductor = (options or {}).get("backend", "inductor") == "inductor"
+        self._uncounted = inductor and self._backend.device.type == "cpu"
         # Before the hooks see what autograd saves in the layer's forward.
         tries = [ForwardBegins(partial(self._try_levels, number), Turn.COMPILING) for number in range(len(layers))]
         for one, other in zip(tries, self._times.layers, strict=True):
@@ -355,6 +360,8 @@ class FollowCompiledPlan(FollowPlan):
         except NotCompiledError as error:
             self._give_up(number, layer, policies.forward, error)
             return
+        if self._uncounted:
+            self._log(logging.WARNING, number, f"({type(layer).__name__}), compiled, {_UNCOUNTED}")
         alike.append((policies, found))
         policies.learn(inputs, found.host_s)
         # By times of its own, a layer that was lucky would be the one that a plan recomputes.

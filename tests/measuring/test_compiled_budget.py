@@ -79,7 +79,9 @@ def kept(handle: offload.OffloadedLayers) -> list[tuple[str, ...]]:
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("host", [0, "1GiB"], ids=["recomputed", "offloaded"])
 @pytest.mark.parametrize("block", ["gpt", "decoder"])
-def test_budgets_with_the_bits_of_eager_layers(block: str, host: int | str, lab: Lab) -> None:
+def test_budgets_with_the_bits_of_eager_layers(
+    block: str, host: int | str, lab: Lab, log: pytest.LogCaptureFixture
+) -> None:
     """The GPT block draws random numbers in attention and behind it."""
     layers, x = built(block, lab)
     expected = seeded(layers, x)
@@ -113,6 +115,7 @@ def test_budgets_with_the_bits_of_eager_layers(block: str, host: int | str, lab:
         assert host or kept(handle)
     assert "forward" not in vars(layers[0])
     assert_same(expected, seeded(layers, x))
+    assert "is not counted" not in log.text  # the kernels of eager layers are
 
 
 def test_nothing_of_a_trial_is_left(lab: Lab) -> None:
@@ -406,6 +409,7 @@ def test_what_rounds_otherwise_needs_consent(lab: Lab, log: pytest.LogCaptureFix
         for _ in range(4):
             found = seeded(layers, x)
     assert "rounds gradients otherwise where it saves its inputs alone" in log.text
+    assert log.text.count("what Inductor's code allocates while it runs is not counted") == (lab.device.type == "cpu")
     for one, other in zip(expected, found, strict=True):
         assert (one - other).norm() <= 0.02 * one.norm()
 
