@@ -54,7 +54,7 @@ class Among(Enum):
 
     REGIONS = "regions"
     LAYERS = "whole layers"
-    CHECKPOINTS = "checkpoints"  # whole layers, and nothing is copied
+    CHECKPOINTS = "checkpoints"  # whole layers, or compiled ones at any level, and nothing is copied
 
 
 class Choice(NamedTuple):
@@ -146,7 +146,9 @@ class Search:
         for numbers in layers_of_kinds(profile):
             alike = zip(*(profile.layers[number].known_regions() for number in numbers), strict=True)
             regions = tuple(replace(same[0], seconds=fmean(one.seconds for one in same)) for same in alike)
-            found = ways_of(regions) if among is Among.REGIONS else ends_of(regions)
+            # A compiled layer costs the host the same at each level; what is copied costs it, whatever the level is.
+            levels = among is Among.CHECKPOINTS and any(one.only_with is not None for one in regions)
+            found = ways_of(regions) if levels or among is Among.REGIONS else ends_of(regions)
             ways = [*(LayerPolicy(way.kept, way.kept) for way in found[:-1]), None]
             resident = [(way, ()) for way in found]
             moved = [(way, [one for one in sorted(way.kept) if regions[one].nbytes]) for way in found]

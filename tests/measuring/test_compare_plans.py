@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from offload.device.backend import Backend
 from offload.measuring.compare_plans import ComparePlans
 from offload.planning.plan import make_plan
-from offload.planning.profile import LayerProfile, Link, Profile
+from offload.planning.profile import HostSeconds, LayerProfile, Link, Profile
 from offload.planning.search import Among
 from offload.recompute.costs import RegionProfile
 
@@ -200,6 +201,24 @@ def test_plans_among_fewer_policies() -> None:
     assert 0 < kept.count(None) < 20
     assert found[Among.LAYERS].num_layers > 0
     assert {policy and policy.kept for policy in found[Among.LAYERS].policies} <= {None, frozenset({0})}
+
+
+def test_checkpoints_of_compiled_layers_are_at_any_level() -> None:
+    """What the compiler recomputes costs the host nothing, as copies do: who must not copy need not recompute all."""
+    levels = (
+        RegionProfile("input", 8 * MIB, 0.0, recomputable=False),
+        RegionProfile("products", 32 * MIB, 2e-3, (0,)),
+        RegionProfile("other operations", 64 * MIB, 1e-4, (0,), only_with=1),
+    )
+    layer = LayerProfile.from_regions(levels, 2e-3, 4e-3)
+    for host in (HostSeconds(), HostSeconds(1e-2)):  # the device is the limit, and the host
+        profile = Profile((replace(layer, host=host),) * 20)
+        found = {among: make_plan(profile, 900 * MIB, LINK, among=among) for among in Among}
+        checkpoints = found[Among.CHECKPOINTS]
+        assert checkpoints.host_bytes == 0
+        assert checkpoints.peak_bytes <= 900 * MIB
+        assert {policy and policy.kept for policy in checkpoints.policies} == {None, frozenset({0, 1})}
+        assert {policy and policy.kept for policy in found[Among.LAYERS].policies} <= {None, frozenset({0})}
 
 
 @pytest.mark.parametrize("link", [LINK, Link(6e7, 6e7, 6e7)], ids=["compute", "copies"])
