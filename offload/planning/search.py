@@ -146,7 +146,7 @@ class Search:
         for numbers in layers_of_kinds(profile):
             alike = zip(*(profile.layers[number].known_regions() for number in numbers), strict=True)
             regions = tuple(replace(same[0], seconds=fmean(one.seconds for one in same)) for same in alike)
-            # A compiled layer costs the host the same at each level; what is copied costs it, whatever the level is.
+            # Each level of a compiled layer costs the host the same. Only copies cost it more.
             levels = among is Among.CHECKPOINTS and any(one.only_with is not None for one in regions)
             found = ways_of(regions) if levels or among is Among.REGIONS else ends_of(regions)
             ways = [*(LayerPolicy(way.kept, way.kept) for way in found[:-1]), None]

@@ -204,7 +204,7 @@ def test_plans_among_fewer_policies() -> None:
 
 
 def test_checkpoints_of_compiled_layers_are_at_any_level() -> None:
-    """What the compiler recomputes costs the host nothing, as copies do: who must not copy need not recompute all."""
+    """Copies cost the host time, and what the compiler recomputes does not: without copies, some of it is enough."""
     levels = (
         RegionProfile("input", 8 * MIB, 0.0, recomputable=False),
         RegionProfile("products", 32 * MIB, 2e-3, (0,)),
