@@ -27,7 +27,7 @@ CHECKPOINTING = "as checkpointing"  # the budget that checkpointing of every lay
 
 def compared() -> list[Row]:
     """Every budget beside the fastest other way in the same memory, model by model."""
-    rows: list[Row] = read("never_slower")["rows"]
+    rows: list[Row] = sorted(read("never_slower")["rows"], key=lambda row: row["compiled"])
     found = []
     for model, group in groupby(rows, key=lambda row: row["model"]):
         of_model = [one for one in group if "error" not in one]
