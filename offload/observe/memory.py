@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +15,8 @@ import torch
 from offload.base.torch_private import RUNS_COMPILED, TorchDispatchMode, dispatch_modes, leave_to_interpreter, set_modes
 from offload.device.select import resolve_device
 from offload.recompute.learn import LayerMode
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -181,9 +184,15 @@ class CpuMemoryPeak(MemoryPeak):
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
         self.counts, self._counted = False, _Counted(self)
+        self._said = False  # whether the log has what is not counted
 
     def start(self) -> None:
         if _in_compiled_call():
+            if not self._said:
+                _logger.warning(
+                    "a model that is compiled as a whole may break its budget: nothing is counted on the CPU"
+                )
+            self._said = True
             return
         self.counts = True
         # Outside of all others, which the program may leave while this one counts on.

@@ -9,8 +9,11 @@ import offload
 
 
 @pytest.mark.filterwarnings("ignore:.*freed no device memory", "ignore:The .grad attribute of a Tensor")
-def test_it_trains_on_after_the_plan_was_watched() -> None:
-    """PyTorch puts back the dispatch keys of before a compiled call: no mode may be entered or left inside."""
+def test_it_trains_on_after_the_plan_was_watched(caplog: pytest.LogCaptureFixture) -> None:
+    """PyTorch puts back the dispatch keys of before a compiled call: no mode may be entered or left inside.
+
+    So nothing is counted there, which is said once.
+    """
     losses: list[list[float]] = []
     tokens = torch.arange(32).view(2, 16) % 16
     for prepares in (False, True):
@@ -33,4 +36,5 @@ def test_it_trains_on_after_the_plan_was_watched() -> None:
             optimizer.zero_grad()
             losses[-1].append(loss.item())
     assert losses[0] == losses[1]
+    assert caplog.text.count("may break its budget: nothing is counted on the CPU") == 1
     assert torch.ones(1).add(1).item() == 2  # as after any failure in such a call, nothing would run
