@@ -172,7 +172,7 @@ def calls_in_a_step(count: int, lab: Lab, **options: Any) -> int:
         calls.extend([frame.f_code.co_name] if event == "call" and "/offload/" in frame.f_code.co_filename else [])
 
     with budgeted(layers, "1GiB", max_host_bytes=0, **options) as handle:
-        for _ in range(110):  # plans were compared
+        for _ in range(10 if lab.device.type == "cpu" else 110):  # plans were compared, which are not on the CPU
             step_gradients(layers, x)
         assert handle.state == "following"
         variables = len(contextvars.copy_context())
@@ -187,7 +187,7 @@ def calls_in_a_step(count: int, lab: Lab, **options: Any) -> int:
 
 def test_the_host_does_little_for_a_layer_that_keeps_what_its_graph_saves(lab: Lab) -> None:
     """A few calls more than for a layer that is kept in eager mode."""
-    eager, compiled = ((calls_in_a_step(8, lab, **one) - calls_in_a_step(4, lab, **one)) / 4 for one in ({}, COMPILED))
+    eager, compiled = ((calls_in_a_step(5, lab, **one) - calls_in_a_step(3, lab, **one)) / 2 for one in ({}, COMPILED))
     assert 0 < eager < compiled <= eager + 10
 
 

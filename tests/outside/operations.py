@@ -41,7 +41,7 @@ RUNS = (
 """Samples take these in turn; the only sample of an operation takes both."""
 
 DRAWN = {
-    ("operation", "float32"): 10,
+    ("operation", "float32"): 6,
     ("operation", "bfloat16"): 2,
     ("operation", "complex64"): 2,
     ("module", "float32"): 3,
