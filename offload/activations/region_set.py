@@ -17,11 +17,11 @@ from offload.activations.copies import Transfers
 from offload.activations.handles import DroppedHandle, KeptHandle, SavedHandle
 from offload.activations.what_moves import Rules, decide
 from offload.base.tensors import plain_memory
-from offload.base.torch_private import address_of, is_compiled, leave_modes, next_node, pop_hooks, without_modes
+from offload.base.torch_private import address_of, is_compiled, next_node, pop_hooks, without_modes
 from offload.device.cuda import CaptureError
 from offload.recompute.layer_inputs import LayerInputs, changed_argument, same_layout
 from offload.recompute.layer_policies import InputKind, LayerPolicies
-from offload.recompute.learn import Learn, ModuleNames, SavedTensor
+from offload.recompute.learn import Learn, ModuleNames, SavedTensor, leave_modes
 from offload.recompute.policies import KEEP, RECOMPUTE
 from offload.recompute.prove import memories_of, on_host, prove_all, prove_hand_over
 from offload.recompute.run_again import Frame, HandOver, Held

@@ -60,7 +60,7 @@ _constant = functools.partial(_find, called=False)  # where PyTorch lacks it, th
 _top_hooks, _pop_hooks = (_find(f"_C._autograd._{what}_saved_tensors_default_hooks") for what in ("top", "pop"))
 this_backward = _find("_C._current_graph_task_id")  # the number of the innermost that runs a node here; -1 outside
 _executes, _node_at_work = _find("_C._will_engine_execute_node"), _find("_C._current_autograd_node")
-_proxy_mode, _count_modes = _find("fx.experimental.proxy_tensor.get_proxy_mode"), _find("_C._len_torch_dispatch_stack")
+_proxy_mode, count_modes = _find("fx.experimental.proxy_tensor.get_proxy_mode"), _find("_C._len_torch_dispatch_stack")
 _tracing, _fx_traces = _find("_C._get_tracing_state"), _find("fx._symbolic_trace.is_fx_symbolic_tracing")
 _transforms = _find("_C._functorch.get_interpreter_stack")
 dispatch_modes = _find("utils._python_dispatch._get_current_dispatch_mode_stack")  # the outermost first
@@ -178,15 +178,9 @@ def is_transformed() -> bool:
     return bool(kinds) and _take("_C._functorch.TransformType").Grad not in kinds
 
 
-def leave_modes(kinds: tuple[type[TorchDispatchMode], ...]) -> None:
-    """Leave dispatch modes of these kinds, and those inside of them, which only an interrupt can have left there."""
-    while _count_modes() and any(isinstance(mode, kinds) for mode in dispatch_modes()):
-        dispatch_modes()[-1].__exit__(None, None, None)
-
-
 def set_modes(wanted: Iterable[TorchDispatchMode]) -> None:
     """Let this thread be in these dispatch modes, the outermost first, and in no others."""
-    for _ in range(_count_modes()):
+    for _ in range(count_modes()):
         _pop_mode()
     for mode in wanted:
         _push_mode(mode)
@@ -294,8 +288,19 @@ def interpreted(function: Callable[Parameters, Result]) -> Callable[Parameters, 
     return call
 
 
-compiler_events = functools.partial(_take, "_dynamo.callback.callback_handler")  # tell when it begins, and has ended
-compiler_settings = functools.partial(_take, "_functorch.config")  # whose patch() leaves a context variable behind
+def swap_own_generators(value: bool) -> bool:
+    """Set whether what compiled code recomputes draws from generators of its own; returns what was set before."""
+    config = _take("_functorch.config")  # whose patch() leaves a context variable behind each time
+    before, config.graphsafe_rng_functionalization = _take("graphsafe_rng_functionalization", config), value
+    return bool(before)
+
+
+def when_compiling(begins: Callable[..., object], ends: Callable[..., object] = lambda _: None) -> None:
+    """Have these called whenever the compiler begins, and has ended."""
+    compiler = importlib.import_module("torch._dynamo.callback").callback_handler
+    if begins not in compiler.start_callbacks:  # the first time, or since torch.compiler.reset()
+        compiler.register_start_callback(begins)
+        compiler.register_end_callback(ends)
 
 
 def compiles() -> bool:
@@ -336,9 +341,8 @@ def forget_compiled() -> None:
 def before_unseen_reads(call: Callable[..., Any]) -> bool:
     """Have ``call`` called before code is compiled and before CUDA graphs are replayed: neither says what it reads."""
     # Returns whether there is no compiled code yet, which says nothing either.
-    compiler, graph = importlib.import_module("torch._dynamo.callback").callback_handler, torch.cuda.CUDAGraph
-    if call not in compiler.start_callbacks:  # the first time, or since torch._dynamo.reset()
-        compiler.register_start_callback(call)
+    when_compiling(call)
+    graph = torch.cuda.CUDAGraph
     replay: Any = graph.replay
     if not hasattr(replay, "before"):
         graph.replay = lambda one: (call(), replay(one))[1]  # type: ignore[assignment, method-assign]

@@ -325,8 +325,6 @@ class FollowCompiledPlan(FollowPlan):
             self._put_back()
             raise
         self._rules = Rules(self._backend.device, parse_bytes(others["min_bytes"], "min_bytes"))
-        inductor = (options or {}).get("backend", "inductor") == "inductor"
-        self._uncounted = inductor and self._backend.device.type == "cpu"
         # Before the hooks see what autograd saves in the layer's forward.
         tries = [ForwardBegins(partial(self._try_levels, number), Turn.COMPILING) for number in range(len(layers))]
         for one, other in zip(tries, self._times.layers, strict=True):
@@ -360,7 +358,7 @@ class FollowCompiledPlan(FollowPlan):
         except NotCompiledError as error:
             self._give_up(number, layer, policies.forward, error)
             return
-        if self._uncounted:
+        if self._backend.device.type == "cpu" and policies.forward.by_inductor:
             self._log(logging.WARNING, number, f"({type(layer).__name__}), compiled, {_UNCOUNTED}")
         alike.append((policies, found))
         policies.learn(inputs, found.host_s)

@@ -29,10 +29,10 @@ from offload.base.torch_private import (
     COMPILED_CALL,
     OPERATOR,
     ORIGINAL,
-    compiler_events,
-    compiler_settings,
     is_traced,
     schema_of,
+    swap_own_generators,
+    when_compiling,
 )
 from offload.recompute.costs import LayerPolicy, RegionProfile
 from offload.recompute.layer_inputs import LayerInputs
@@ -128,34 +128,31 @@ class Runs:
         """The same as for :attr:`Level.NOTHING`, to see whether a layer compiles as one graph."""
 
 
-class _Running(threading.local):
-    level = False  # whether this thread runs a layer at a level, which may be compiled first
+class _ThisThread(threading.local):
+    runs_level = False  # whether this thread runs a layer at a level, which may be compiled first
 
 
-_running, _setting = _Running(), list[bool]()
+_this_thread, _settings_before = _ThisThread(), list[bool]()
 
 
-def _change_setting(_: object) -> None:
-    """The compiler begins, or has ended: what it compiles for a level draws from no generators of its own."""
-    settings = compiler_settings()
-    if _setting:
-        settings.graphsafe_rng_functionalization = _setting.pop()
-    elif _running.level:
-        _setting.append(settings.graphsafe_rng_functionalization)
-        settings.graphsafe_rng_functionalization = False
+def _compiler_begins(_: object) -> None:
+    if _this_thread.runs_level:
+        _settings_before.append(swap_own_generators(value=False))
+
+
+def _compiler_ends(_: object) -> None:
+    while _settings_before:
+        swap_own_generators(_settings_before.pop())
 
 
 def with_default_generators(run: Callable[..., Any], *args: Any) -> Any:
     """Run what may be compiled first: what its backward recomputes draws from the default generators."""
-    events = compiler_events()
-    if _change_setting not in events.start_callbacks:  # the first time, or since torch._dynamo.reset()
-        events.register_start_callback(_change_setting)
-        events.register_end_callback(_change_setting)
-    before, _running.level = _running.level, True
+    when_compiling(_compiler_begins, _compiler_ends)
+    before, _this_thread.runs_level = _this_thread.runs_level, True
     try:
         return run(*args)
     finally:
-        _running.level = before
+        _this_thread.runs_level = before
 
 
 def parse_compile(given: object) -> dict[str, Any] | None:
@@ -212,6 +209,11 @@ class CompiledForward:
     def check(self, args: Any, kwargs: Any) -> None:
         """Raise whatever the compiler raises where the layer is not one graph."""
         self._check(self._forward, tuple(args), dict(kwargs))
+
+    @property
+    def by_inductor(self) -> bool:
+        """Whether it is Inductor that compiles: no other backend of PyTorch's has settings to tell."""
+        return getattr(self._at[Level.ALL], "get_compiler_config", lambda: None)() is not None
 
     def has(self, level: Level) -> bool:
         """Whether a level may differ from the one below."""

@@ -19,7 +19,16 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.base.tensors import Geometry, geometry_of, plain_memory, plain_version_counter, tensors_of
-from offload.base.torch_private import CAST, MODULE_CALL, OPERATOR, TorchDispatchMode, address_of, counting_versions
+from offload.base.torch_private import (
+    CAST,
+    MODULE_CALL,
+    OPERATOR,
+    TorchDispatchMode,
+    address_of,
+    count_modes,
+    counting_versions,
+    dispatch_modes,
+)
 from offload.recompute.operations import Operation, known_operation
 from offload.recompute.state import states_of
 
@@ -157,6 +166,12 @@ class LayerMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return function(*args, **kwargs or {})
+
+
+def leave_modes(kinds: tuple[type[TorchDispatchMode], ...]) -> None:
+    """Leave dispatch modes of these kinds, and those inside of them, which only an interrupt can have left there."""
+    while count_modes() and any(isinstance(mode, kinds) for mode in dispatch_modes()):
+        dispatch_modes()[-1].__exit__(None, None, None)
 
 
 class Learn(LayerMode):

@@ -27,7 +27,7 @@ from models import (
 from torch import nn
 
 import offload
-from offload.base.torch_private import is_compiled
+from offload.base.torch_private import compiler_of, is_compiled
 from offload.measuring import follow_compiled
 from offload.measuring.layer_times import LayerTimes
 from offload.recompute import compiled_levels
@@ -231,7 +231,9 @@ def test_each_level_has_the_same_bits_and_saves_less(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("how", [compiled_in_place, compiled_wrapped])
-def test_layers_that_the_program_has_compiled(how: Callable[[nn.Module], nn.Module], lab: Lab) -> None:
+def test_layers_that_the_program_has_compiled(
+    how: Callable[[nn.Module], nn.Module], lab: Lab, log: pytest.LogCaptureFixture
+) -> None:
     layers, x = built("mlp", lab)
     layers = nn.ModuleList(how(layer) for layer in layers)
     expected = seeded(layers, x)
@@ -243,6 +245,18 @@ def test_layers_that_the_program_has_compiled(how: Callable[[nn.Module], nn.Modu
     assert vars(layers[0]).get("forward") is forward
     assert layers[0]._compiled_call_impl is call
     assert_same(expected, seeded(layers, x))
+    assert "is not counted" not in log.text
+
+
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+@pytest.mark.parametrize("asked", [False, True])
+def test_inductor_is_told_from_other_backends(backend: str, *, asked: bool) -> None:
+    """On the CPU, what its code allocates is not counted; nothing is compiled for that."""
+    layer = nn.Linear(2, 2)
+    layer.compile(backend=backend)
+    compiles = functools.partial(torch.compile, backend=backend) if asked else compiler_of(layer)
+    forward = compiled_levels.CompiledForward(layer, compiled_levels.Runs(), compiles, asked=asked)
+    assert forward.by_inductor is (backend == "inductor")
 
 
 def test_copies_of_a_layer_run_without_the_library(lab: Lab) -> None:
