@@ -57,7 +57,7 @@ def _find(name: str, *, called: bool = True) -> Any:
 _constant = functools.partial(_find, called=False)  # where PyTorch lacks it, the first layer that is offloaded raises
 
 
-_top_hooks, _pop_hooks = (_find(f"_C._autograd._{what}_saved_tensors_default_hooks") for what in ("top", "pop"))
+top_hooks, _pop_hooks = (_find(f"_C._autograd._{what}_saved_tensors_default_hooks") for what in ("top", "pop"))
 this_backward = _find("_C._current_graph_task_id")  # the number of the innermost that runs a node here; -1 outside
 _executes, _node_at_work = _find("_C._will_engine_execute_node"), _find("_C._current_autograd_node")
 _proxy_mode, count_modes = _find("fx.experimental.proxy_tensor.get_proxy_mode"), _find("_C._len_torch_dispatch_stack")
@@ -98,14 +98,14 @@ def in_backward() -> bool:
 
 def in_checkpoint() -> bool:
     """Whether activation checkpointing decides here what is saved; hooks inside of its own would undo it."""
-    hooks = _top_hooks(True)
+    hooks = top_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__
 
 
 def pop_hooks(pack: Callable[[torch.Tensor], Any]) -> None:
     """Take these hooks off, if they are there, also from below those that an interrupt has left above them."""
     above = []
-    while (hooks := _top_hooks(True)) and hooks[0] != pack:
+    while (hooks := top_hooks(True)) and hooks[0] != pack:
         above.append(hooks)
         _pop_hooks()
     if hooks:
@@ -162,6 +162,8 @@ def has_gradient_hooks(parameter: Any, *, accumulated: bool = True) -> bool:
 
 # Tracing, transforms and dispatch.
 
+begin_profile, end_profile = (_find(f"_C._autograd._{what}_profiler_legacy") for what in ("enable", "disable"))
+profile_options = _find("_C._profiler._ExperimentalConfig")
 profiling = functools.partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")  # whether a profiler runs
 function_modes = _find("overrides._get_current_function_mode_stack")  # they see calls of functions; the outermost first
 without_torch_function = _find("_C.DisableTorchFunctionSubclass")

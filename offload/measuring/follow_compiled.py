@@ -41,6 +41,7 @@ from offload.measuring.follow_plan import FollowPlan
 from offload.measuring.memory_left import MemoryLeft
 from offload.measuring.profile_layers import learning_policies
 from offload.measuring.queueing import MOST_DELAY_S
+from offload.observe.compiled_memory import count_compiled
 from offload.recompute.compiled_levels import NAMES, CompiledForward, CompiledPolicies, Level, Runs, parse_compile
 from offload.recompute.costs import RegionProfile
 from offload.recompute.layer_inputs import LayerInputs, Place, with_tensors
@@ -61,9 +62,6 @@ _SAVES = {
     Level.NOTHING: "its inputs alone", Level.ATTENTION: "attention alone", Level.PRODUCTS: "products and attention",
     Level.ALL: "all",
 }  # fmt: skip
-
-
-_UNCOUNTED = "may need more than memory_budget on the CPU: what Inductor's code allocates while it runs is not counted"
 
 
 class NotCompiledError(Exception):
@@ -324,6 +322,9 @@ class FollowCompiledPlan(FollowPlan):
         except BaseException:
             self._put_back()
             raise
+        for forward in self._forwards if self._backend.device.type == "cpu" else ():
+            if forward is not None:
+                forward.counted = count_compiled
         self._rules = Rules(self._backend.device, parse_bytes(others["min_bytes"], "min_bytes"))
         # Before the hooks see what autograd saves in the layer's forward.
         tries = [ForwardBegins(partial(self._try_levels, number), Turn.COMPILING) for number in range(len(layers))]
@@ -358,8 +359,6 @@ class FollowCompiledPlan(FollowPlan):
         except NotCompiledError as error:
             self._give_up(number, layer, policies.forward, error)
             return
-        if self._backend.device.type == "cpu" and policies.forward.by_inductor:
-            self._log(logging.WARNING, number, f"({type(layer).__name__}), compiled, {_UNCOUNTED}")
         alike.append((policies, found))
         policies.learn(inputs, found.host_s)
         # By times of its own, a layer that was lucky would be the one that a plan recomputes.

@@ -89,6 +89,13 @@ class CpuAllocations(TorchDispatchMode):
                     self.count(storage)
         return result
 
+    def note_peak(self, nbytes: int) -> None:
+        """So many bytes were alive at once, since, beside what is alive now, some were allocated for a while."""
+        self.peak_bytes = max(self.peak_bytes, nbytes)
+        if self._on_change is not None:
+            self._on_change(nbytes)
+            self._on_change(self.live_bytes)
+
     def forget_peak(self) -> None:
         self.peak_bytes = self.live_bytes
 
@@ -190,7 +197,8 @@ class CpuMemoryPeak(MemoryPeak):
         if _in_compiled_call():
             if not self._said:
                 _logger.warning(
-                    "a model that is compiled as a whole may break its budget: nothing is counted on the CPU"
+                    "a model that is compiled as a whole may break its budget: nothing is counted on the CPU; compile "
+                    "its layers instead, by compile=True beside memory_budget"
                 )
             self._said = True
             return

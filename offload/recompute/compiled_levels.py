@@ -193,6 +193,7 @@ class CompiledForward:
         self._at = {level: compiles(run) for level, run in runs.at.items()}
         self._check = torch.compile(runs.check, backend=_as_it_is, fullgraph=True)
         self._runs = runs
+        self.counted: Callable[..., Any] | None = None  # what runs compiled code so that its memory is counted
         self.level: Level | None = Level.NOTHING  # the level of forwards from now on; ``None`` runs the layer as it is
         self._undo = [replace_attribute(layer, "forward", self)]
         if original is None and getattr(layer, COMPILED_CALL) is not None:
@@ -204,16 +205,12 @@ class CompiledForward:
         return self.at(self.level if torch.is_grad_enabled() else Level.ALL, args, kwargs)
 
     def at(self, level: Level, args: Any, kwargs: Any) -> Any:
-        return with_default_generators(self._at[level], self._forward, tuple(args), dict(kwargs))
+        around = () if self.counted is None else (self.counted, self._module())
+        return with_default_generators(*around, self._at[level], self._forward, tuple(args), dict(kwargs))
 
     def check(self, args: Any, kwargs: Any) -> None:
         """Raise whatever the compiler raises where the layer is not one graph."""
         self._check(self._forward, tuple(args), dict(kwargs))
-
-    @property
-    def by_inductor(self) -> bool:
-        """Whether it is Inductor that compiles: no other backend of PyTorch's has settings to tell."""
-        return getattr(self._at[Level.ALL], "get_compiler_config", lambda: None)() is not None
 
     def has(self, level: Level) -> bool:
         """Whether a level may differ from the one below."""
