@@ -88,7 +88,7 @@ def region_layers(draw) -> LayerProfile:
             made = replace(last, name=made.name, nbytes=made.nbytes, seconds=0.0, saved=saved, another_of=first)
         regions.append(made)
     forward_s, backward_s = draw(st.integers(1, 50)) / 1e3, draw(st.integers(1, 50)) / 1e3
-    host = HostSeconds(*draw(st.just(()) | st.tuples(*[st.integers(0, 100).map(lambda ms: ms / 1e3)] * 3)))
+    host = HostSeconds(*draw(st.just(()) | st.tuples(*[st.integers(0, 100).map(lambda ms: ms / 1e3)] * 4)))
     return LayerProfile.from_regions(
         regions,
         forward_s,

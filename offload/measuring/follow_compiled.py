@@ -15,8 +15,8 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -77,7 +77,7 @@ class Levels(NamedTuple):
 
     saved: Mapping[Level, int]  # bytes that each level saves
     seconds: Mapping[Level, float]  # of each level, if they were timed
-    host_s: float  # of the host where everything is recomputed
+    host_s: Mapping[Level, float]  # of the host
     said: list[str]
 
 
@@ -141,7 +141,9 @@ class _Trial:
             if delay_s and self._backend.device.type != "cpu":
                 self._backend.delay(delay_s)
             begin, begin_s = self._backend.mark(), time.perf_counter()
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            # What is timed runs as it will without offloading: hooks take the host's time.
+            hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+            with nullcontext() if delay_s else hooks:
                 output = self._forward.at(level, *arguments)
             states = [generator.get_state() for generator in self._random]
             outputs = [one for one in tensors_in(output) if one.requires_grad]
@@ -186,7 +188,7 @@ def try_levels(
     """
     said: list[str] = []
     seconds: dict[Level, float] = {}
-    host_s = math.inf
+    host_s: dict[Level, float] = {}
     saved: dict[Level, int] = {}
     try:
         trial = _Trial(layer, forward, given, rules, backend)
@@ -214,8 +216,8 @@ def try_levels(
                     del found
                     timed += [trial.run(level, MOST_DELAY_S).timed for _ in range(times)]
                     marks, took_s = zip(*timed, strict=True)
-                    seconds |= {level: min(backend.seconds(marks[1:]))} if times else {}
-                    host_s = min(took_s) if level is Level.NOTHING else host_s
+                    if times:
+                        seconds[level], host_s[level] = min(backend.seconds(marks[1:])), min(took_s[1:])
                 elif level is Level.NOTHING:
                     break  # then no other level will do
     except NotCompiledError:
@@ -360,13 +362,15 @@ class FollowCompiledPlan(FollowPlan):
             self._give_up(number, layer, policies.forward, error)
             return
         alike.append((policies, found))
-        policies.learn(inputs, found.host_s)
+        policies.learn(inputs)
         # By times of its own, a layer that was lucky would be the one that a plan recomputes.
-        seconds: dict[Level, float] = {}
-        for level, took_s in (pair for _, one in alike for pair in one.seconds.items()):
-            seconds[level] = min(took_s, seconds.get(level, math.inf))
+        seconds, host_s = (
+            _shortest(each) for each in zip(*((one.seconds, one.host_s) for _, one in alike), strict=True)
+        )
+        kept_s = host_s.get(Level.ALL, 0.0)
         for one, levels in alike:
             one.costs = costs_of_levels(seconds, levels.saved)
+            one.host_s = kept_s, max(0.0, host_s.get(Level.NOTHING, 0.0) - kept_s)
         for line in found.said:
             self._log(logging.INFO, number, f"({type(layer).__name__}), compiled, {line}")
 
@@ -402,6 +406,13 @@ class FollowCompiledPlan(FollowPlan):
         for forward in self._forwards:
             if forward is not None:
                 forward.remove()
+
+
+def _shortest(each: Iterable[Mapping[Level, float]]) -> dict[Level, float]:
+    found: dict[Level, float] = {}
+    for level, took_s in (pair for one in each for pair in one.items()):
+        found[level] = min(took_s, found.get(level, math.inf))
+    return found
 
 
 def _kind_of(layer: nn.Module, inputs: Any) -> Hashable:

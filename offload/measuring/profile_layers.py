@@ -285,11 +285,15 @@ def _host_seconds(policies: Sequence[LayerPolicies], times: LayerTimes) -> Itera
         statistics.median([run_s for *_, run_s in one.second_runs] or [0.0]) if backward_s else 0.0
         for one, backward_s in zip(policies, backwards_s, strict=True)
     ]
-    every = zip(policies, *map(_filled, (forwards_s, backwards_s, runs_s)), strict=True)
+    every = [*zip(policies, *map(_filled, (forwards_s, backwards_s, runs_s)), strict=True)]
     for one, forward_s, backward_s, run_s in every:
+        if one.host_s is not None:  # those that are alike have the same, and the compiler has just slowed some
+            took_s = min(forth_s + back_s for other, forth_s, back_s, _ in every if other.host_s == one.host_s)
+            kept_s, again_s = one.host_s
+            yield HostSeconds(kept_s, second_run_s=again_s, copies_s=max(0.0, took_s - kept_s - again_s))
+            continue
         plain_s, again_s = min(forward_s, run_s or forward_s), min(backward_s, run_s)
-        kept_s = min(plain_s + backward_s - again_s, one.host_s)
-        yield HostSeconds(kept_s, forward_s - plain_s, again_s)
+        yield HostSeconds(plain_s + backward_s - again_s, forward_s - plain_s, again_s)
 
 
 def _filled(seconds: Sequence[float]) -> list[float]:

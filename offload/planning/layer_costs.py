@@ -243,7 +243,7 @@ def _beside(layer: LayerProfile, costs: RegionCosts, *, offloads: bool) -> tuple
     # PyTorch holds what a node has saved while it sums the node's gradients, but not what is recomputed for it.
     workspace_bytes = max(0, layer.workspace_bytes - (layer.freed_sooner_bytes if whole else 0))
     host_s = host.kept_s + (host.policy_s if offloads or costs.dropped else 0.0)
-    host_s += host.second_run_s if costs.dropped else 0.0
+    host_s += (host.second_run_s if costs.dropped else 0.0) + (host.copies_s if offloads else 0.0)
     return 0 if whole else layer.small_bytes, workspace_bytes, host_s
 
 

@@ -71,6 +71,7 @@ class HostSeconds(NamedTuple):
     kept_s: float = 0.0  #: Of forward and backward if everything is kept.
     policy_s: float = 0.0  #: What offloading or recomputing adds to forward.
     second_run_s: float = 0.0  #: What recomputing adds to backward.
+    copies_s: float = 0.0  #: What offloading alone adds to both, beside that.
 
 
 NO_HOST = HostSeconds()

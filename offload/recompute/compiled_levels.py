@@ -259,10 +259,9 @@ class CompiledPolicies(LayerPolicies):
             return False
         return LayerInputs(*given).sizes not in self._tried
 
-    def learn(self, given: tuple[Any, Any], host_s: float) -> None:
-        """The layer was tried; its ``costs`` are set by whoever compares the layer with others that are like it."""
+    def learn(self, given: tuple[Any, Any]) -> None:
+        """The layer was tried; what it costs is set by whoever compares the layer with others that are like it."""
         self._tried.append(LayerInputs(*given).sizes)
-        self.host_s = host_s
         self.learned += 1
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import time
 import weakref
 from collections import Counter
@@ -54,7 +53,8 @@ class LayerPolicies(RegionPolicies):
         self.failures: Counter[InputKind] = Counter()  # how often each kind of input was learned for nothing
         self.costs: tuple[RegionProfile, ...] = ()  # what each region costs, where that was asked for
         self.given: list[Hashable] = []  # tell the memory of the inputs among those regions, which are the first ones
-        self.host_s = math.inf  # seconds of the host for forward and backward, where a trial has taken them
+        self.host_s: tuple[float, float] | None = None
+        """The host's seconds for forward and backward, and what recomputing adds, where a trial has taken them."""
         self.learned = 0
         self.proofs = 0  # how often a second run was compared with forward, which holds what both save
         self.last: Way | None = None

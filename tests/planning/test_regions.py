@@ -189,10 +189,10 @@ class TestSimulation:
         assert [span.duration_s for span in timeline.spans if span.kind == "recompute"] == [1.0]
 
     def test_a_policy_costs_the_host_what_it_adds(self):
-        """Offloading and recomputing add to forward, and recomputing to backward; the device is soon done here."""
+        """Both add to forward, recomputing adds to backward, and offloading to both; the device is soon done here."""
         regions = [region("input", 10, 0, recomputable=False), region("a", 10, 1, 0)]
-        layer = LayerProfile.from_regions(regions, 1e-3, 1e-3, host=HostSeconds(1.0, 0.25, 0.5))
-        ways = {1.0: (0, None), 1.25: (1, None), 1.75: (0, LayerPolicy(frozenset({0})))}
+        layer = LayerProfile.from_regions(regions, 1e-3, 1e-3, host=HostSeconds(1.0, 0.25, 0.5, 2.0))
+        ways = {1.0: (0, None), 3.25: (1, None), 1.75: (0, LayerPolicy(frozenset({0})))}
         for host_s, (num_layers, kept) in ways.items():
             timeline = simulate(default(num_layers, 2), Profile((layer,) * 2), PCIE, policies=[kept, None])
             assert timeline.duration_s == pytest.approx(1.0 + host_s)
@@ -342,7 +342,7 @@ class TestPlan:
             assert plans[0].peak_bytes - plans[1].peak_bytes == less
 
     def test_the_seconds_of_the_host_are_in_the_profiles_text(self):
-        profile = replace(REFERENCE, layers=(replace(DECODER, host=HostSeconds(1.0, 2.0, 3.0)),))
+        profile = replace(REFERENCE, layers=(replace(DECODER, host=HostSeconds(1.0, 2.0, 3.0, 4.0)),))
         assert Profile.from_json(profile.to_json()) == profile
         with pytest.raises(ValueError, match=r"host\.policy_s"):
             replace(DECODER, host=HostSeconds(1.0, -2.0))
