@@ -364,9 +364,8 @@ class FollowCompiledPlan(FollowPlan):
         alike.append((policies, found))
         policies.learn(inputs)
         # By times of its own, a layer that was lucky would be the one that a plan recomputes.
-        seconds, host_s = (
-            _shortest(each) for each in zip(*((one.seconds, one.host_s) for _, one in alike), strict=True)
-        )
+        seconds = _shortest(one.seconds for _, one in alike)
+        host_s = _shortest(one.host_s for _, one in alike)
         kept_s = host_s.get(Level.ALL, 0.0)
         for one, levels in alike:
             one.costs = costs_of_levels(seconds, levels.saved)
