@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.base.tensors import tensors_in
+from offload.base.tensors import plain_address, plain_memory, tensors_in
 from offload.base.torch_private import (
-    address_of,
     begin_profile,
     dispatch_modes,
     end_profile,
@@ -55,10 +54,9 @@ def count_compiled(module: nn.Module, run: Callable[..., Any], *args: Any) -> An
     finally:
         allocations.end()
         pop_hooks(pack_later)
-    there_before = [*module.parameters(), *module.buffers(), *tensors_in(args)]
-    given = {address_of(one.untyped_storage()) for one in there_before}
-    made = (one.untyped_storage() for one in (*tensors_in(output), *(box[0] for box in saved)))
-    allocations.count(one for one in made if address_of(one) not in given)
+    there_before = {plain_address(one) for one in (*module.parameters(), *module.buffers(), *tensors_in(args))}
+    made = (*tensors_in(output), *(box[0] for box in saved))
+    allocations.count(one for one in made if plain_address(one) not in there_before)
     for box in saved:  # while the profiler does not run, which takes buffers in host memory for the device's
         box[0] = pack(box[0])
     saved.clear()
@@ -76,6 +74,7 @@ class _Allocations:
         self._before: list[int] = []  # what each mode had counted when this began; empty where nothing is noted
 
     def begin(self, _: object = None) -> None:
+        self._before = []  # a backward that has failed has not come to its end
         autograd: Any = torch.autograd  # exports these without types
         config = autograd.ProfilerConfig(
             autograd.ProfilerState.CPU, False, True, False, False, False, profile_options()
@@ -98,12 +97,12 @@ class _Allocations:
 
     def end_backward(self, gradients: object, _: object) -> None:
         self.end()
-        self.count(one.untyped_storage() for one in tensors_in(gradients))
+        self.count(tensors_in(gradients))
 
-    def count(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        for storage in storages:
+    def count(self, tensors: Iterable[torch.Tensor]) -> None:
+        for memory in (memory for one in tensors if (memory := plain_memory(one)) is not None):
             for mode in self._modes:
-                mode.count(storage)
+                mode.count(memory)
 
 
 @functools.cache

@@ -138,16 +138,23 @@ def test_counting_goes_on_after_a_failed_backward(tmp_path: Path) -> None:
             raise RuntimeError(fails.pop())
         return tensor
 
-    def step(run: Callable[..., Any]) -> None:
+    def forward(run: Callable[..., Any]) -> torch.Tensor:
         block.zero_grad()
         with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, unpack):
-            y = run(block, layer, x)
-        y.sum().backward()
+            return run(block, layer, x)
+
+    def step(run: Callable[..., Any]) -> None:
+        forward(run).sum().backward()
 
     peak = CpuMemoryPeak()
     peak.start()
+    loss = forward(count_compiled).sum()
     with pytest.raises(RuntimeError, match="True"):
-        step(count_compiled)
+        loss.backward(retain_graph=True)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        loss.backward()
+        torch.ones(3).sin()
+    assert any(event.name == "aten::sin" for event in profiler.events())  # nothing has ended it
     peak.stop()
     block.zero_grad()
     true = peak_of(lambda: step(lambda _, run, given: run(given)), tmp_path / "trace.json")
