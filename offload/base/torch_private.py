@@ -163,7 +163,7 @@ def has_gradient_hooks(parameter: Any, *, accumulated: bool = True) -> bool:
 # Tracing, transforms and dispatch.
 
 begin_profile, end_profile = (_find(f"_C._autograd._{what}_profiler_legacy") for what in ("enable", "disable"))
-profile_options = _find("_C._profiler._ExperimentalConfig")
+profiles, profile_options = _find("_C._autograd._profiler_enabled"), _find("_C._profiler._ExperimentalConfig")
 profiling = functools.partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")  # whether a profiler runs
 function_modes = _find("overrides._get_current_function_mode_stack")  # they see calls of functions; the outermost first
 without_torch_function = _find("_C.DisableTorchFunctionSubclass")

@@ -21,6 +21,7 @@ from offload.base.torch_private import (
     end_profile,
     pop_hooks,
     profile_options,
+    profiles,
     profiling,
     push_hooks,
     top_hooks,
@@ -28,9 +29,6 @@ from offload.base.torch_private import (
 from offload.observe.memory import CpuAllocations
 
 _logger = logging.getLogger(__name__)
-
-_COMPILED = "CompiledFunctionBackward"
-"""The node of compiled code in autograd's graph."""
 
 
 def count_compiled(module: nn.Module, run: Callable[..., Any], *args: Any) -> Any:
@@ -60,7 +58,7 @@ def count_compiled(module: nn.Module, run: Callable[..., Any], *args: Any) -> An
     for box in saved:  # while the profiler does not run, which takes buffers in host memory for the device's
         box[0] = pack(box[0])
     saved.clear()
-    for node in _compiled_nodes(output, args):
+    for node in _nodes_between(args, output):
         node.register_prehook(allocations.begin)
         node.register_hook(allocations.end_backward)
     return output
@@ -75,17 +73,16 @@ class _Allocations:
 
     def begin(self, _: object = None) -> None:
         self._before = []  # a backward that has failed has not come to its end
+        if profiling():
+            warn_once()
+        if profiles():  # the program's own does, or that of a layer whose backward recomputes this one
+            return
         autograd: Any = torch.autograd  # exports these without types
         config = autograd.ProfilerConfig(
             autograd.ProfilerState.CPU, False, True, False, False, False, profile_options()
         )
-        try:
-            begin_profile(config)
-        except RuntimeError:  # one runs: the program's, or that of a layer whose backward recomputes this one
-            if profiling():
-                warn_once()
-        else:
-            self._before = [mode.live_bytes for mode in self._modes]
+        begin_profile(config)
+        self._before = [mode.live_bytes for mode in self._modes]
 
     def end(self) -> None:
         if self._before:
@@ -119,14 +116,15 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_leaf else tensor.detach()
 
 
-def _compiled_nodes(output: object, given: object) -> list[Any]:
-    """The nodes of compiled code that made ``output`` from what was ``given``."""
-    found: dict[Any, None] = {}
-    made_before = {tensor.grad_fn for tensor in tensors_in(given)}
-    left: list[Any] = [tensor.grad_fn for tensor in tensors_in(output)]
+def _nodes_between(given: object, output: object) -> list[Any]:
+    """The nodes of autograd's graph that made ``output`` from what was ``given``: of one graph, the compiled one."""
+    seen: set[Any] = {tensor.grad_fn for tensor in tensors_in(given)}
+    left = [tensor.grad_fn for tensor in tensors_in(output)]
+    found = []
     while left:
-        node = left.pop()
-        if node is not None and node not in found and node not in made_before:
-            found[node] = None
-            left += [] if node.name() == _COMPILED else [before for before, _ in node.next_functions]
-    return [node for node in found if node.name() == _COMPILED]
+        node: Any = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            left += [before for before, _ in node.next_functions]
+            found += [node] if node.next_functions else []  # a parameter's own lives on from step to step
+    return found
