@@ -1,4 +1,4 @@
-"""Budgets on other models, for the pages: from ``results/never_slower.json`` and ``varying_lengths.json``."""
+"""Budgets on other models, for the pages: from ``results/never_slower*.json`` and ``varying_lengths.json``."""
 
 import math
 import statistics
@@ -23,12 +23,19 @@ NAMES = {
 BUDGETS = sorted({*SHARES, *COMPILED_SHARES}, reverse=True)
 """Budgets as parts of the peak with nothing offloaded."""
 CHECKPOINTING = "as checkpointing"  # the budget that checkpointing of every layer needs
+RECORDS = "never_slower", "never_slower_h200"  # one for each GPU, with other models in each
+
+
+def _rows() -> list[Row]:
+    """All rows, each with its GPU; those of compiled layers last."""
+    records = [read(name) for name in RECORDS]
+    rows = [row | {"gpu": record["hardware"]["gpu"]} for record in records for row in record["rows"]]
+    return sorted(rows, key=lambda row: row["compiled"])
 
 
 def compared() -> list[Row]:
     """Every budget beside the fastest other way in the same memory, model by model."""
-    rows: list[Row] = sorted(read("never_slower")["rows"], key=lambda row: row["compiled"])
-    found = []
+    rows, found = _rows(), []
     for model, group in groupby(rows, key=lambda row: row["model"]):
         of_model = [one for one in group if "error" not in one]
         for row in (one for one in of_model if one["what"].endswith("budget")):
@@ -54,8 +61,7 @@ def compared() -> list[Row]:
 @table("never_slower")
 def never_slower_table(_page: Path) -> str:
     """A row for each model, and a column for each budget."""
-    record, found = read("never_slower"), compared()
-    rows: list[Row] = record["rows"]
+    rows, found = _rows(), compared()
     used = {one["budget"] for one in found}
     columns = [column for column in (*(f"{share:.0%}" for share in BUDGETS), CHECKPOINTING) if column in used]
     shown = []
@@ -66,8 +72,9 @@ def never_slower_table(_page: Path) -> str:
         nothing = of_model[0]["nothing"]
         kept = f"{ms(nothing['step_s'])} ms, {gib1(nothing['peak_bytes'])} GiB"
         cells_of = {column: ratios.get(column, "") for column in columns}
-        shown.append({"model": name, **cells_of, "keep all": kept})
-    said = where(record, rows, by_row=False) + _counts(found) + _bits(rows)
+        shown.append({"model": name, **cells_of, "keep all": kept, "GPU": _short(nothing)})
+    measured = " ".join(where(record, record["rows"], by_row=False) for record in map(read, RECORDS))
+    said = measured + _counts(found) + _bits(rows)
     most, name = max((max(row["times_s"]) / min(row["times_s"]) - 1, row["model"]) for row in rows)
     unsteady = f"Two times of the same row differ by up to {most:.0%} ({NAMES[name]})."
     return f"{said}\n\n{markdown_table(shown, left=1)}\n\n{unsteady}\n"
@@ -107,10 +114,15 @@ def _bits(rows: list[Row]) -> str:
     return f" Gradients are bit-identical{' where layers are not compiled' if different else ''}."
 
 
+def _short(row: Row) -> str:
+    """The GPU of a row, ``H100`` of ``NVIDIA H100 80GB HBM3``."""
+    return str(row["gpu"]).removeprefix("NVIDIA ").split()[0]
+
+
 @table("never_slower_rows")
 def every_budget(_page: Path) -> str:
     """A row for each budget, with what it is compared with."""
-    record, found = read("never_slower"), compared()
+    found = compared()
     columns: Columns = {
         "model": ("name", ""),
         "ratio": lambda one: "-" if one["other"] is None else f"{one['ratio']:.2f}",
@@ -118,8 +130,9 @@ def every_budget(_page: Path) -> str:
         "fastest other way": lambda one: "-" if one["other"] is None else _named(one["other"]),
         "budget, GiB": ("row", lambda row: gib(row["budget_bytes"])),
         "peak, GiB": ("row", lambda row: gib(row["peak_bytes"])),
+        "GPU": ("row", _short),
     }
-    shown = with_runs(cells(found, columns), [one["row"] for one in found], record, among=record["rows"])
+    shown = with_runs(cells(found, columns), [one["row"] for one in found], {}, among=_rows())
     return f"{markdown_table(shown, left=1)}\n"
 
 
