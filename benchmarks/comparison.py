@@ -20,6 +20,9 @@ SETTLES, UNCHANGED = 111, 8
 PAIRS = 12
 """So many steps at least are taken in turns with those of a rival."""
 
+SURE = 0.01
+"""More are, until the error of their ratio's median is no more than this part; a busy host makes it five times that."""
+
 
 @dataclass
 class Attached:
@@ -146,17 +149,24 @@ class Comparison:
     def _beside(self, step: Step, rival: Way) -> Row:
         """A rival's row, and the seconds of single steps of both in turns: what slows the host slows both."""
         pairs: list[tuple[float, float]] = []
+        ratios: list[float] = []
         with warnings.catch_warnings(action="ignore"), self._attached(rival) as (_, other, _):
             for _ in range(2):  # whatever attached the rival may have had all code compiled again
                 other()
                 step()
-            begin = time.perf_counter()
-            while len(pairs) < PAIRS or time.perf_counter() - begin < 2 * self.least_s:
+            begin, passed_s = time.perf_counter(), 0.0
+            while (
+                len(pairs) < PAIRS
+                or passed_s < 2 * self.least_s
+                or (passed_s < 20 * self.least_s and error_of_median(ratios) > SURE)
+            ):
                 pairs.append((timed(step, self.device), timed(other, self.device)))
+                ratios.append(pairs[-1][0] / pairs[-1][1])
+                passed_s = time.perf_counter() - begin
         own_s, other_s = map(list, zip(*pairs, strict=True))
-        ratio = statistics.median(one / other for one, other in pairs)
         found = {key: value for key, value in rival.row.items() if key in ("what", "layers", "peak_bytes")}
-        return found | {"step_s": statistics.median(other_s), "ratio": ratio, "own_s": own_s, "times_s": other_s}
+        found |= {"step_s": statistics.median(other_s), "ratio": statistics.median(ratios)}
+        return found | {"own_s": own_s, "times_s": other_s}
 
     def _times_s(self, step: Step) -> list[float]:
         times: list[float] = []
@@ -185,6 +195,12 @@ class Comparison:
         distance = sum(float((one - other).float().square().sum()) for one, other in zip(expected, found, strict=True))
         length = sum(float(one.float().square().sum()) for one in expected)
         return {"bit_identical": same, "gradients_apart": math.sqrt(distance / length) if length else 0.0}
+
+
+def error_of_median(values: Sequence[float]) -> float:
+    """The standard error of the median of values, by their quartiles, as for a normal distribution."""
+    low, _, high = statistics.quantiles(values, n=4)
+    return math.sqrt(math.pi / 2) * (high - low) / 1.349 / math.sqrt(len(values))
 
 
 def is_compiled(row: Row) -> bool:

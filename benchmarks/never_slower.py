@@ -35,7 +35,9 @@ from offload.activations.context import DEFAULT_MIN_BYTES
 SHARES = (0.75, 0.6, 0.35, 0.15)  # of what a step adds with everything kept
 COMPILED_SHARES = (0.75, 0.5, 0.35)  # the same of compiled layers; another default
 RIVALS = 2
-"""A budget takes turns with so many other ways: the times of a busy host do not tell which one is the fastest."""
+"""A budget takes turns with so many other ways at most: a busy host's times do not tell which one is the fastest."""
+NEAR = 1.1
+"""Of these, with those that were measured to take no more than so many times what the fastest takes."""
 MOST_LINK_SHARE = 0.5
 """Whole-layer offloading is run where it copies less than so many times what the link moves in a step."""
 
@@ -107,7 +109,8 @@ class Budgets(Comparison):
             self.add({"what": "offload some", "layers": count, "for_bytes": budget}, around)
 
     def _fastest(self, row: Row) -> list[Row]:
-        return others(row, [way.row for way in self.ways])[:RIVALS]
+        found = others(row, [way.row for way in self.ways])[:RIVALS]
+        return [one for one in found if one["step_s"] <= NEAR * found[0]["step_s"]]
 
 
 def others(row: Row, rows: Sequence[Row]) -> list[Row]:

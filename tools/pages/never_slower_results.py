@@ -8,6 +8,7 @@ from pathlib import Path
 from blocks import Columns, Row, cells, markdown_table, read, table, where, with_runs
 from page_text import gib, gib1, more, ms
 
+from benchmarks.comparison import SURE, error_of_median
 from benchmarks.never_slower import COMPILED_SHARES, SHARES, beside
 
 NAMES = {
@@ -88,8 +89,14 @@ def _counts(found: list[Row]) -> str:
         f"other way, and {sum(ratio <= 0.97 for ratio in ratios)} are at least 3% faster. The slowest takes "
         f"{max(ratio for ratio in ratios if not math.isnan(ratio)):.2f} times as long."
     )
-    if turns := sum("beside" in one["row"] for one in found):
-        said += f" In {turns} of them, steps of both ways alternate."
+    if turns := [one["other"] for one in found if "beside" in one["row"]]:
+        pairs = [zip(other["own_s"], other["times_s"], strict=True) for other in turns]
+        errors = [error_of_median([own / other for own, other in some]) for some in pairs]
+        sure = sum(error <= SURE for error in errors)
+        said += (
+            f" In {len(turns)} of them, steps of both ways alternate: the standard error of the ratio is at most "
+            f"{SURE:.0%} in {sure}, and {max(errors):.1%} in the worst."
+        )
     budgets = [one["row"] for one in found]
     if over := [excess for row in budgets if (excess := row["peak_bytes"] / row["budget_bytes"] - 1) > 0]:
         said += f" Peaks above the budget: {len(over)}, by at most {max(over):.2%}."
