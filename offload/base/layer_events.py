@@ -4,13 +4,12 @@ A layer's forward begins; the forward returns, raises, or is cut off by an inter
 more to recompute what was not saved. Each part of the library has a :class:`LayerListener` on each layer. A listener
 learns from the layer's output when backward begins: see :func:`offload.base.torch_private.before_backward`.
 
-PyTorch's module hooks leave three things to this file:
+PyTorch's module hooks leave two things to this file:
 
 - After ``KeyboardInterrupt`` PyTorch calls no hooks. So a forward may begin although the forward before, of this layer
   or another, has not ended. Listeners tidy up then, or when the user asks for something.
 - Hugging Face models of transformers 5.17 and before checkpoint the layer's whole call. The hooks run inside of that
   checkpoint, which has saved the layer's inputs by then. Such a layer begins and ends around its checkpoint function.
-- Hooks are copied and pickled with their module; the hooks of a copy do nothing.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ class Turn(IntEnum):
     """The order in which the listeners on a layer learn that a forward begins; they learn of its end in reverse.
 
     Weights are loaded before anything else happens. Compiled layers are tried before hooks see what autograd saves.
-    Measuring comes last, so that it measures the layer and not the others. The order in which listeners were attached
-    makes no difference.
+    Measuring comes last, so that it measures the layer and not the others.
     """
 
     WEIGHTS = 0
@@ -222,6 +220,7 @@ class _LayerEvents:
         self.listeners: list[LayerListener] = []
         # The forward that runs now, or the one that an interrupt has cut off: by thread, and whether in backward.
         self._running: dict[tuple[int, bool], LayerCall] = {}
+        self._passing = set[int]()  # the threads of forwards like that which nobody needs to know of
         # Inside of the hooks of ``fully_shard``: the layer begins with its weights gathered, and ends with them.
         inside = is_sharded(layer)
         self._hooks: list[RemovableHandle] = [
@@ -251,8 +250,9 @@ class _LayerEvents:
             forget_compiled()
 
     def begin(self, inputs: object, *, training: bool, in_checkpoint: bool = False) -> None:
-        passes = self._passes is not None and self._passes()
-        call = LayerCall(() if passes else self.listeners, training=training, in_checkpoint=in_checkpoint)
+        call = LayerCall(self.listeners, training=training, in_checkpoint=in_checkpoint)
+        if not call.recomputes:
+            self._passing.discard(threading.get_ident())
         self._running[threading.get_ident(), call.recomputes] = call
         for listener in call.listeners:
             call.told += 1  # first: also one that fails half-way is told of the end
@@ -279,12 +279,18 @@ class _LayerEvents:
     def _before_forward(self, module: nn.Module, args: object, kwargs: object) -> None:
         if _CHECKPOINT in vars(module):
             _wrap_checkpoint(module, self)  # the program may have turned checkpointing on since
+        elif self._passes is not None and self._passes():
+            self._passing.add(threading.get_ident())  # a call would take three times as long
+            return
         call = self.running if self._running else None
         if call is None or not call.in_checkpoint:
             self.begin((args, kwargs), training=module.training)
 
     def _after_forward(self, module: nn.Module, _: object, output: object) -> None:
-        self.end(output, training=module.training)
+        if self._passing and threading.get_ident() in self._passing and not in_backward():
+            self._passing.remove(threading.get_ident())
+        else:
+            self.end(output, training=module.training)
 
     def _before_access(self, *_: object) -> None:
         for listener in self.listeners:
@@ -418,8 +424,7 @@ def check_layers(layers: Iterable[nn.Module], kind: type[LayerListener], done: s
 def remove(layers: Iterable[nn.Module] | nn.Module) -> None:
     """Undo :func:`offload_layers` and :func:`stream_weights` where the handle is lost, in a notebook for example.
 
-    It does what ``remove()`` of the handles does, for all layers that were given together with one of these. Where
-    there is nothing to undo, it does nothing.
+    It does what ``remove()`` of the handles does, for all layers that were given together with one of these, if any.
 
     Args:
         layers: The layers, or a model that holds them.

@@ -163,6 +163,7 @@ class GivenMemory(MemoryLeft):
         self._before_bytes = 0  # the gradients that there were when the step began
         self._begin_bytes = 0  # those when the microbatch began
         self._others_bytes = 0  # the most that a microbatch has left beside gradients of the layers
+        self._found = 0, -1  # the gradients before the last microbatch, and what that has left
 
     def gradient_bytes(self) -> int:
         now_bytes = self._begin_bytes = bytes_of_gradients(self._parameters, self._device)
@@ -172,8 +173,10 @@ class GivenMemory(MemoryLeft):
         return self._with_others(now_bytes - self._before_bytes)
 
     def found_left(self, nbytes: int) -> None:
-        new_bytes = bytes_of_gradients(self._parameters, self._device) - self._begin_bytes
-        self._others_bytes = max(self._others_bytes, nbytes - new_bytes)
+        if (self._begin_bytes, nbytes) != self._found:  # else as before: to ask all parameters takes a while
+            self._found = self._begin_bytes, nbytes
+            new_bytes = bytes_of_gradients(self._parameters, self._device) - self._begin_bytes
+            self._others_bytes = max(self._others_bytes, nbytes - new_bytes)
 
     def end(self) -> None:
         self.broken.tell()

@@ -1,5 +1,9 @@
 """Who is told of a layer's events, when, and in which order."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from unittest.mock import Mock
+
 import pytest
 import torch
 from torch import nn
@@ -60,3 +64,49 @@ def test_listeners_come_and_go() -> None:
     assert not layer._forward_pre_hooks
     assert not layer._state_dict_pre_hooks
     assert not layer._load_state_dict_pre_hooks
+
+
+class Layer(nn.Module):
+    """Runs what a test puts in."""
+
+    does: Callable[[], object] = staticmethod(lambda: None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        does, self.does = self.does, lambda: None
+        does()
+        return x * x
+
+
+@pytest.mark.parametrize("error", [None, ValueError("no"), KeyboardInterrupt()], ids=["none", "error", "interrupt"])
+def test_a_forward_that_nobody_needs_to_know_of_leaves_nothing_behind(error: BaseException | None) -> None:
+    layer, listener = Layer(), Notes(WEIGHTS, notes := [])
+    listener.passes = iter([True, False, True, True, False]).__next__
+    Attachment([layer], [listener])
+    if error is not None:
+        layer.does = Mock(side_effect=error)
+    with nullcontext() if error is None else pytest.raises(type(error)):
+        layer(torch.ones(3))
+    assert notes == []
+    layer(torch.ones(3))
+    assert notes == ["weights begins", "weights ends"]
+    for _ in range(2):
+        layer(torch.ones(3))
+    assert notes == ["weights begins", "weights ends"]
+    layer.does = Mock(side_effect=ValueError("stop"))
+    with pytest.raises(ValueError, match="stop"):
+        layer(torch.ones(3))
+    assert notes == ["weights begins", "weights ends", "weights begins", "weights fails"]
+
+
+def test_what_backward_runs_inside_of_such_a_forward_is_told() -> None:
+    """The layer runs again while it runs: the program takes a gradient through a checkpoint of it."""
+    layer, x, listener = Layer(), torch.ones(3, requires_grad=True), Notes(WEIGHTS, notes := [])
+    output = checkpoint(layer, x, use_reentrant=False)
+    listener.passes = iter([True, False, False]).__next__
+    Attachment([layer], [listener])
+    layer.does = output.sum().backward
+    layer(torch.ones(3))
+    assert notes == ["weights begins", "weights fails"]  # PyTorch stops a checkpoint by an error
+    assert x.grad is not None
+    layer(torch.ones(3))
+    assert notes[2:] == ["weights begins", "weights ends"]

@@ -1120,13 +1120,20 @@ def test_a_budget_that_is_met_is_not_said_to_be_too_small(lab: Lab, monkeypatch:
         assert handle.plan is plan is not None
 
 
+def says_of_memory(monkeypatch: pytest.MonkeyPatch, now: Callable[[], int], most: Callable[[], int]) -> None:
+    """Have the allocators of all accelerators say so."""
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda _: now())
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda _: most())
+    stats = "memory_stats_as_nested_dict"
+    monkeypatch.setattr(torch.cuda, stats, lambda _: {"allocated_bytes": {"all": {"current": now(), "peak": most()}}})
+
+
 class Peaks:
     """An accelerator's memory statistics, as a test wants them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.peak_bytes = 0
-        monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: self.peak_bytes)
-        monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda device: 0)
+        says_of_memory(monkeypatch, lambda: 0, lambda: self.peak_bytes)
         monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda device: None)
 
     def are_those_of(self, handle: Any, lab: Lab) -> None:
@@ -1487,8 +1494,7 @@ def test_auto_and_the_measured_peak() -> None:
 def test_what_came_before_is_not_the_peak(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluation, another model or the step that learns may have needed more than the step that is measured."""
     device = {"now": 10, "most": 1 << 40}
-    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda _: device["now"])
-    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda _: device["most"])
+    says_of_memory(monkeypatch, lambda: device["now"], lambda: device["most"])
     monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda _: device.update(most=device["now"]))
     layers, x = build("decoder", LAYERS, lab.device)
     times = LayerTimes(layers, lab.backend)
