@@ -94,8 +94,8 @@ def _counts(found: list[Row]) -> str:
         errors = [error_of_median([own / other for own, other in some]) for some in pairs]
         sure = sum(error <= SURE for error in errors)
         said += (
-            f" In {len(turns)} of them, steps of both ways alternate: the standard error of the ratio is at most "
-            f"{SURE:.0%} in {sure}, and {max(errors):.1%} in the worst."
+            f" In {len(turns)}, steps of both ways alternate: the ratio's standard error is at most {SURE:.0%} in "
+            f"{sure}, and {max(errors):.1%} in the worst."
         )
     budgets = [one["row"] for one in found]
     if over := [excess for row in budgets if (excess := row["peak_bytes"] / row["budget_bytes"] - 1) > 0]:
