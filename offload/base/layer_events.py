@@ -220,7 +220,7 @@ class _LayerEvents:
         self.listeners: list[LayerListener] = []
         # The forward that runs now, or the one that an interrupt has cut off: by thread, and whether in backward.
         self._running: dict[tuple[int, bool], LayerCall] = {}
-        self._passing = set[int]()  # the threads of forwards like that which nobody needs to know of
+        self._passing = set[int]()  # the threads that run a forward of which nobody needs to know
         # Inside of the hooks of ``fully_shard``: the layer begins with its weights gathered, and ends with them.
         inside = is_sharded(layer)
         self._hooks: list[RemovableHandle] = [
