@@ -128,7 +128,8 @@ def beside(row: Row, rows: Sequence[Row]) -> tuple[Row | None, float]:
     if found := row.get("beside"):
         other = max(found, key=lambda one: one["ratio"])
         return other, other["ratio"]
-    fastest = next(iter(others(row, [one for one in rows if one["model"] == row["model"]])), None)
+    there = [one for one in rows if (one["model"], one.get("gpu")) == (row["model"], row.get("gpu"))]
+    fastest = next(iter(others(row, there)), None)
     return fastest, math.nan if fastest is None else row["step_s"] / fastest["step_s"]
 
 

@@ -136,9 +136,7 @@ def _storages(values: Iterable[object]) -> list[torch.UntypedStorage]:
 
 def _allocated(device: torch.device, *, most: bool = False) -> int:
     """What an accelerator's allocator has given out, now or at its peak."""
-    if (
-        device.type == "cuda"
-    ):  # for one number, torch.accelerator sorts more than a hundred, in a tenth of a millisecond
+    if device.type == "cuda":  # for one number, torch.accelerator sorts a hundred, which takes 80 instead of 14 us
         found = torch.cuda.memory_stats_as_nested_dict(device)
         return int(found["allocated_bytes"]["all"]["peak" if most else "current"]) if found else 0
     return torch.accelerator.max_memory_allocated(device) if most else torch.accelerator.memory_allocated(device)
