@@ -24,7 +24,7 @@ NAMES = {
 BUDGETS = sorted({*SHARES, *COMPILED_SHARES}, reverse=True)
 """Budgets as parts of the peak with nothing offloaded."""
 CHECKPOINTING = "as checkpointing"  # the budget that checkpointing of every layer needs
-RECORDS = "never_slower", "never_slower_h200"  # one for each GPU, with other models in each
+RECORDS = "never_slower", "never_slower_h200"  # one for each GPU, with other rows in each
 
 
 def _rows() -> list[Row]:
