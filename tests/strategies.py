@@ -87,6 +87,8 @@ def region_layers(draw) -> LayerProfile:
             first = number - 1 if last.another_of is None else last.another_of
             made = replace(last, name=made.name, nbytes=made.nbytes, seconds=0.0, saved=saved, another_of=first)
         regions.append(made)
+    if draw(st.booleans()):  # as a compiled layer, whose backward needs other amounts than its regions add up to
+        regions = [replace(one, spared_bytes=draw(st.integers(-50, 50)) * (1 << 20)) for one in regions]
     forward_s, backward_s = draw(st.integers(1, 50)) / 1e3, draw(st.integers(1, 50)) / 1e3
     host = HostSeconds(*draw(st.just(()) | st.tuples(*[st.integers(0, 100).map(lambda ms: ms / 1e3)] * 4)))
     return LayerProfile.from_regions(

@@ -3,297 +3,36 @@
 In the first microbatch each layer is tried at each level: gradients are proven, what is saved is counted, and times are
 taken. A layer that does not compile, or not as one graph, has the policies of layers that are not compiled from then
 on, and the log says so once.
-
-In a trial the layer runs forward and backward on copies of its inputs, apart from the model's graph. All runs draw the
-same random numbers, and get the same gradient of the output, so that their gradients are the same bits, unless the
-compiler rounds otherwise where it fuses a recomputed operation with others.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import time
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from offload.activations.what_moves import Rules, offloaded_parts
+from offload.activations.what_moves import Rules
 from offload.base.checks import parse_bytes
-from offload.base.layer_events import Attachment, ForwardBegins, LayerCall, Turn, compute_device, is_sharded
-from offload.base.tensors import plain_memory, same_bits, tensors_in
+from offload.base.layer_events import Attachment, ForwardBegins, LayerCall, Turn
 from offload.base.torch_private import (
-    address_of,
     compiler_of,
-    has_gradient_hooks,
-    in_checkpoint,
     is_compiled,
-    tree_leaves,
 )
-from offload.device.backend import Backend
 from offload.measuring.follow_plan import FollowPlan
 from offload.measuring.memory_left import MemoryLeft
 from offload.measuring.profile_layers import learning_policies
-from offload.measuring.queueing import MOST_DELAY_S
+from offload.measuring.try_levels import TIMES, Levels, NotCompiledError, costs_of_levels, try_levels
 from offload.observe.compiled_memory import count_compiled
-from offload.recompute.compiled_levels import NAMES, CompiledForward, CompiledPolicies, Level, Runs, parse_compile
-from offload.recompute.costs import RegionProfile
-from offload.recompute.layer_inputs import LayerInputs, Place, with_tensors
+from offload.observe.memory import memory_peak
+from offload.recompute.compiled_levels import CompiledForward, CompiledPolicies, Level, Runs, parse_compile
+from offload.recompute.layer_inputs import LayerInputs
 from offload.recompute.layer_policies import LayerPolicies
-from offload.recompute.state import LayerState, drawn_again, states_of
-
-TIMES = 2  # so many runs at each level are timed, of which the shortest counts, behind one that compiles
-ROUNDED = 0.75
-"""Two gradients differ by rounding if the distance, in parts of their length, is below the dtype's step to this power:
-3% in bfloat16, 7e-6 in float32. Other random numbers make it 30% and more."""
-
-NEGLIGIBLE = 1e-2
-"""Gradients below this part of the longest one are held against that: where the true gradient is zero, as of the bias
-of keys, all of it is rounding."""
-
-
-_SAVES = {
-    Level.NOTHING: "its inputs alone", Level.ATTENTION: "attention alone", Level.PRODUCTS: "products and attention",
-    Level.ALL: "all",
-}  # fmt: skip
-
-
-class NotCompiledError(Exception):
-    """The layer has no levels; the text says why, and ``compiles`` whether the layer may be compiled as a whole."""
-
-    def __init__(self, why: str, *, compiles: bool = True) -> None:
-        super().__init__(why)
-        self.compiles = compiles
-
-
-class Levels(NamedTuple):
-    """What a layer's trial has found."""
-
-    saved: Mapping[Level, int]  # bytes that each level saves
-    seconds: Mapping[Level, float]  # of each level, if they were timed
-    host_s: Mapping[Level, float]  # of the host
-    said: list[str]
-
-
-class _LevelRun(NamedTuple):
-    gradients: list[torch.Tensor | None]
-    saved_bytes: int
-    timed: tuple[tuple[Any, Any], float]  # the marks at its begin and end, and the host's seconds
-    states: list[torch.Tensor]  # of the generators, after forward and after backward
-
-
-class _Trial:
-    """One layer, and copies of its inputs."""
-
-    def __init__(
-        self, layer: nn.Module, forward: CompiledForward, given: tuple[Any, Any], rules: Rules, backend: Backend
-    ) -> None:
-        inputs = LayerInputs(*given)
-        _check_can_be_tried(layer, inputs)
-        self._forward, self._rules, self._backend = forward, rules, backend
-        self._originals, self._placed = inputs.tensors, inputs.placed
-        self._leaves = [one.detach().clone().requires_grad_(one.requires_grad) for one in inputs.tensors]
-        self._wanted = [one for one in (*self._leaves, *layer.parameters()) if one.requires_grad]
-        self._random = states_of((), (backend.device,))
-        self._upstream: list[torch.Tensor] = []
-        self._buffers = [(one, one.clone()) for one in layer.buffers()]
-        self._state = LayerState(layer)
-
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Put back what the layer changes in itself; an error if it changes anything."""
-        contents = self._state.contents()
-        changed: list[tuple[torch.Tensor, torch.Tensor]] = []
-        with self._state.as_in(self._state.snapshot()):
-            try:
-                yield
-            finally:
-                changed += [pair for pair in self._buffers if not same_bits(*pair)]
-                with torch.no_grad():
-                    for buffer, before in changed:
-                        buffer.copy_(before)
-        if changed or self._state.contents() != contents:
-            raise NotCompiledError("forward changes its buffers or attributes")
-        if not all(map(same_bits, self._originals, self._leaves)):
-            raise NotCompiledError("forward writes into an input")
-
-    def check(self) -> None:
-        with torch.enable_grad(), drawn_again(self._random):
-            self._forward.check(*self._arguments())
-
-    def run(self, level: Level, delay_s: float = 0.0) -> _LevelRun:
-        """Run forward and backward at a level, behind a delay of the device that lets the host be ahead."""
-        saved: dict[int, int] = {}
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            for one in offloaded_parts(tensor, self._rules):
-                saved[address_of(one.untyped_storage())] = one.untyped_storage().nbytes()
-            return tensor if tensor.is_leaf else tensor.detach()
-
-        arguments = self._arguments()
-        with torch.enable_grad(), drawn_again(self._random):
-            if delay_s and self._backend.device.type != "cpu":
-                self._backend.delay(delay_s)
-            begin, begin_s = self._backend.mark(), time.perf_counter()
-            # What is timed runs as it will without offloading: hooks take the host's time.
-            hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-            with nullcontext() if delay_s else hooks:
-                output = self._forward.at(level, *arguments)
-            states = [generator.get_state() for generator in self._random]
-            outputs = [one for one in tensors_in(output) if one.requires_grad]
-            if not outputs:
-                raise NotCompiledError("its output needs no gradient")
-            with torch.autocast(self._backend.device.type, enabled=False):
-                found = torch.autograd.grad(outputs, self._wanted, self._upstream_of(outputs), allow_unused=True)
-            host_s = time.perf_counter() - begin_s
-            states += [generator.get_state() for generator in self._random]
-        timed = (begin, self._backend.mark()), host_s
-        return _LevelRun(list(found), sum(saved.values()), timed, states)
-
-    def _arguments(self) -> tuple[Any, Any]:
-        # No leaves, which autograd holds in any case, as it does not hold what a layer before has computed.
-        args, kwargs = self._placed
-        given = [one.clone() if one.requires_grad else one for one in self._leaves]
-        return with_tensors(args, given), with_tensors(kwargs, given)
-
-    def _upstream_of(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        if not self._upstream:
-            generator = torch.Generator(self._backend.device).manual_seed(0)
-            self._upstream = [
-                torch.randn(one.shape, dtype=one.dtype, device=one.device, generator=generator) for one in outputs
-            ]
-        return self._upstream
-
-
-def try_levels(
-    layer: nn.Module,
-    forward: CompiledForward,
-    given: tuple[Any, Any],
-    rules: Rules,
-    backend: Backend,
-    times: int = TIMES,
-) -> Levels:
-    """Run a layer, whose forward is about to begin, at each level, on copies of what its forward is ``given``.
-
-    So many ``times`` a run at each level is timed.
-
-    Raises:
-        NotCompiledError: The layer does not compile, or no level recomputes what the layer computes.
-    """
-    said: list[str] = []
-    seconds: dict[Level, float] = {}
-    host_s: dict[Level, float] = {}
-    saved: dict[Level, int] = {}
-    try:
-        trial = _Trial(layer, forward, given, rules, backend)
-        with trial.unchanged():
-            trial.check()
-            expected = trial.run(Level.ALL)
-            noisy: bool | None = None  # whether the same level gives other bits each time
-            for level in (Level.ALL, Level.NOTHING, Level.PRODUCTS, Level.ATTENTION):
-                if level in (Level.PRODUCTS, Level.ATTENTION) and not forward.has(level):
-                    continue
-                found = trial.run(level)
-                apart = _apart(expected, found)
-                if apart > 0 and noisy is None:
-                    noisy = _apart(expected, trial.run(Level.ALL)) > 0
-                rounds = 0 < apart <= 1 and not noisy
-                if apart > 1:
-                    said.append(f"never saves {_SAVES[level]}, since the gradients are wrong then")
-                elif rounds and not forward.asked:
-                    said.append(f"never saves {_SAVES[level]}: gradients round otherwise, which compile=True accepts")
-                elif rounds:
-                    said.append(f"rounds gradients otherwise where it saves {_SAVES[level]}, as its dtypes allow")
-                if apart <= 1 and (forward.asked or not rounds):
-                    saved[level] = found.saved_bytes
-                    timed = [found.timed]
-                    del found
-                    timed += [trial.run(level, MOST_DELAY_S).timed for _ in range(times)]
-                    marks, took_s = zip(*timed, strict=True)
-                    if times:
-                        seconds[level], host_s[level] = min(backend.seconds(marks[1:])), min(took_s[1:])
-                elif level is Level.NOTHING:
-                    break  # then no other level will do
-    except NotCompiledError:
-        raise
-    except Exception as error:  # whatever the compiler or the layer raises
-        first = next(filter(None, map(str.strip, str(error).splitlines())), "")
-        raise NotCompiledError(f"{type(error).__name__}: {first}", compiles=False) from error
-    if Level.NOTHING not in saved or saved[Level.NOTHING] >= saved.get(Level.ALL, 0):
-        raise NotCompiledError("; ".join(said) or "its graph saves no more than its inputs")
-    return Levels(saved, seconds, host_s, said)
-
-
-def costs_of_levels(seconds: Mapping[Level, float], saved: Mapping[Level, int]) -> tuple[RegionProfile, ...]:
-    """A layer's inputs, and what the levels keep of which each saves more than the one before, with what each adds."""
-    levels = [Level.ALL]
-    for level in (Level.PRODUCTS, Level.ATTENTION, Level.NOTHING):
-        if level in saved and saved[level] < saved[levels[0]]:
-            levels.insert(0, level)
-    levels[0] = Level.NOTHING
-    costs = [RegionProfile(NAMES[Level.NOTHING], saved[Level.NOTHING], 0.0, recomputable=False)]
-    # No level takes longer than one below, whatever the clock says.
-    taken = [max(seconds.get(one, 0.0) for one in levels[number:]) for number in range(len(levels))]
-    for number, (below, level) in enumerate(pairwise(levels)):
-        more, took_s = saved[level] - saved[below], taken[number] - taken[number + 1]
-        costs.append(RegionProfile(NAMES[level], more, took_s, (0,), only_with=number or None))
-    return tuple(costs)
-
-
-_HARMLESS = (Place, bool, int, float, str, torch.dtype, torch.device, type(None))
-
-
-def _check_can_be_tried(layer: nn.Module, inputs: LayerInputs) -> None:
-    """Raise where a layer cannot be tried on copies of its inputs."""
-    why = None
-    if compute_device([layer]) is not None:
-        why = "its weights are streamed"
-    elif any(map(is_sharded, layer.modules())):
-        raise NotCompiledError("its weights are sharded", compiles=False)
-    elif in_checkpoint():
-        why = "the program checkpoints it"
-    elif any(has_gradient_hooks(one, accumulated=False) for one in layer.parameters()):
-        why = "a parameter has a hook on its gradient"
-    elif any(plain_memory(one) is None for one in inputs.tensors):
-        why = "an input is no plain tensor"
-    else:
-        strange = next((one for one in tree_leaves(inputs.placed) if not isinstance(one, _HARMLESS)), None)
-        why = None if strange is None else f"forward may change its argument of type {type(strange).__name__}"
-    if why is not None:
-        raise NotCompiledError(why)
-
-
-def _apart(expected: _LevelRun, found: _LevelRun) -> float:
-    """How far gradients are from the expected ones: 0 for the same bits, up to 1 for rounding, and more if wrong."""
-    if not all(map(torch.equal, expected.states, found.states)):
-        return math.inf
-    pairs = list(zip(expected.gradients, found.gradients, strict=True))
-    if any((one is None) != (other is None) for one, other in pairs):
-        return math.inf
-    both = [(one, other) for one, other in pairs if one is not None and other is not None]
-    different = [pair for pair in both if not same_bits(*pair)]
-    if not different:
-        return 0.0
-    longest = max(_length(one) for one, _ in both)
-    apart = 0.0
-    for one, other in different:
-        step = torch.finfo(one.dtype).eps ** ROUNDED
-        least = step * max(_length(one), NEGLIGIBLE * longest)
-        ratio = _length(one - other) / least if least > 0 else math.inf
-        apart = max(apart, ratio if math.isfinite(ratio) else math.inf)
-    return max(apart, math.ulp(0.0))
-
-
-def _length(tensor: torch.Tensor) -> float:
-    dtype = torch.float64 if tensor.dtype is torch.float64 else torch.float32
-    return float(torch.linalg.vector_norm(tensor, dtype=dtype))
-
 
 _logger = logging.getLogger(__name__)
 
@@ -354,13 +93,20 @@ class FollowCompiledPlan(FollowPlan):
             return
         alike = self._tried[_kind_of(layer, inputs)]
         times = TIMES if len(alike) < MOST_TIMED else 0
+        uncounted = None if self._peak.counts else memory_peak(self._backend.device)
         try:
             if call.in_checkpoint:
                 raise NotCompiledError("the program checkpoints it")
-            found = try_levels(layer, policies.forward, inputs, self._rules, self._backend, times)
+            if uncounted is not None:
+                uncounted.start()
+            memory = uncounted or self._peak
+            found = try_levels(layer, policies.forward, inputs, self._rules, self._backend, memory, times)
         except NotCompiledError as error:
             self._give_up(number, layer, policies.forward, error)
             return
+        finally:
+            if uncounted is not None:
+                uncounted.stop()
         alike.append((policies, found))
         policies.learn(inputs)
         # By times of its own, a layer that was lucky would be the one that a plan recomputes.
@@ -368,7 +114,7 @@ class FollowCompiledPlan(FollowPlan):
         host_s = _shortest(one.host_s for _, one in alike)
         kept_s = host_s.get(Level.ALL, 0.0)
         for one, levels in alike:
-            one.costs = costs_of_levels(seconds, levels.saved)
+            one.costs = costs_of_levels(seconds, levels.saved, levels.needed)
             one.host_s = kept_s, max(0.0, host_s.get(Level.NOTHING, 0.0) - kept_s)
         for line in found.said:
             self._log(logging.INFO, number, f"({type(layer).__name__}), compiled, {line}")

@@ -138,7 +138,8 @@ def hold_some(policies: Iterable[LayerPolicies]) -> None:
     """Let every other layer of a kind hold what it recomputes as long as what it keeps: what that needs is measured."""
     kinds: defaultdict[object, list[LayerPolicies]] = defaultdict(list)
     for one in policies:
-        kinds[tuple((region.name, region.nbytes) for region in one.costs)].append(one)
+        if one.runs_again:
+            kinds[tuple((region.name, region.nbytes) for region in one.costs)].append(one)
     for alike in kinds.values():
         for place, one in enumerate(alike):
             one.holds = place % 2 == 0 or len(alike) < 3

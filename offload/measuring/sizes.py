@@ -268,7 +268,11 @@ def _names_in(regions: Regions) -> RegionNames:
 def _with_bytes(regions: Sequence[RegionProfile], nbytes: Sequence[int], longer: float = 1.0) -> list[RegionProfile]:
     """Regions with other bytes, which take so many times as long."""
     pairs = zip(regions, nbytes, strict=True)
-    return [replace(one, nbytes=each, seconds=longer * one.seconds) for one, each in pairs]
+    return [
+        replace(one, nbytes=each, seconds=longer * one.seconds, spared_bytes=round(one.spared_bytes * ratio))
+        for one, each in pairs
+        for ratio in (each / one.nbytes if one.nbytes else 1.0,)
+    ]
 
 
 def _powers_of(samples: dict[Inputs, Regions]) -> list[list[Powers]]:

@@ -150,7 +150,7 @@ class MemoryPeak:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._start_bytes = 0
+        self._start_bytes = self._before_bytes = 0  # the second: the most before what ran apart
         # What was allocated before the start, and counts.
         self._earlier: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
 
@@ -166,7 +166,7 @@ class MemoryPeak:
 
     def most_bytes(self) -> int:
         """The most since the start, or since :meth:`begin_part`."""
-        return _allocated(self._device, most=True) - self._start_bytes
+        return max(self._before_bytes, self._most_allocated_bytes() - self._start_bytes)
 
     def other_bytes(self) -> int:
         """What is allocated now beside the storages of :meth:`count`, above what was at the start."""
@@ -178,13 +178,31 @@ class MemoryPeak:
 
     def begin_part(self) -> None:
         """Forget the peak so far; bytes still count above what was allocated at the start."""
-        torch.accelerator.reset_peak_memory_stats(self._device)
+        self._before_bytes = 0
+        self._forget_most()
+
+    @contextmanager
+    def apart(self) -> Iterator[MemoryMeter]:
+        """Measure a part of its own, above what was allocated at the start as all others, which are not forgotten."""
+        before_bytes, meter = self.most_bytes(), MemoryMeter()
+        self.begin_part()
+        try:
+            yield meter
+        finally:
+            meter.peak_bytes = self.most_bytes()
+            self._before_bytes = max(before_bytes, meter.peak_bytes)
 
     def stop(self) -> None:
         """Count no more; the allocator always counts."""
 
     def _allocated_bytes(self) -> int:
         return _allocated(self._device)
+
+    def _most_allocated_bytes(self) -> int:
+        return _allocated(self._device, most=True)
+
+    def _forget_most(self) -> None:
+        torch.accelerator.reset_peak_memory_stats(self._device)
 
 
 class CpuMemoryPeak(MemoryPeak):
@@ -223,14 +241,8 @@ class CpuMemoryPeak(MemoryPeak):
         self._start_bytes += self._counted.live_bytes - before_bytes
         super().count(found)
 
-    def most_bytes(self) -> int:
-        return self._counted.peak_bytes - self._start_bytes
-
-    def begin_part(self) -> None:
-        self._counted.forget_peak()
-
     def stop(self) -> None:
-        self.counts, self._counted, self._start_bytes = False, _Counted(self), 0
+        self.counts, self._counted, self._start_bytes, self._before_bytes = False, _Counted(self), 0, 0
         others = self._other_modes()
         if len(others) < len(dispatch_modes()) and not _in_compiled_call():
             set_modes(others)
@@ -248,6 +260,12 @@ class CpuMemoryPeak(MemoryPeak):
 
     def _allocated_bytes(self) -> int:
         return self._counted.live_bytes
+
+    def _most_allocated_bytes(self) -> int:
+        return self._counted.peak_bytes
+
+    def _forget_most(self) -> None:
+        self._counted.forget_peak()
 
 
 class _Counted(CpuAllocations, LayerMode):

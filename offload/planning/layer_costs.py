@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import NamedTuple
 
 from offload.observe.timeline import Kind
@@ -39,6 +39,7 @@ class RegionCosts(NamedTuple):
     kept_bytes: int
     forward_bytes: int  # the most that forward has on the device
     second_run_bytes: int  # the most that the second run adds to what is kept
+    spared_bytes: int  # so much less than that and what is kept backward needs
     recompute_s: float
 
 
@@ -91,6 +92,7 @@ class LayerRegions:
             sum(regions[number].nbytes for number in held),
             self._most_bytes(held | dropped, self.freed_after(dropped, len(regions) - 1)),
             self._most_bytes(made, self.freed_after(made - dropped, last)),
+            sum(regions[number].spared_bytes for number in held),
             # Rounded once, so that neither the order of a set nor Python's version decides between equal ways.
             math.fsum(regions[first].seconds for first in operations),
         )
@@ -227,8 +229,7 @@ class LayerCosts(NamedTuple):
 
 def costs_under(layer: LayerProfile, policy: LayerPolicy | None, *, offloads: bool) -> tuple[RegionCosts, list[int]]:
     """What a layer's regions cost under a policy, and the regions that are offloaded, in the order of saving."""
-    # Without a policy, everything that the layer saves is kept, or offloaded. If the layer is not offloaded, all that
-    # is kept is on the device.
+    # Without a policy, all that the layer saves is kept, or offloaded. Of a layer that is not, the device has all.
     regions = layer.known_regions()
     if policy is None or not layer.regions:
         policy = LayerPolicy(saved_of(regions), saved_of(regions))
@@ -238,10 +239,10 @@ def costs_under(layer: LayerProfile, policy: LayerPolicy | None, *, offloads: bo
 
 
 def _beside(layer: LayerProfile, costs: RegionCosts, *, offloads: bool) -> tuple[int, int, float]:
-    """A layer's small bytes, what else its backward needs, and the host's seconds, if its regions cost this."""
+    """A layer's small bytes, what its backward needs beside regions, or less, and the host's seconds."""
     host, whole = layer.host, costs.whole
     # PyTorch holds what a node has saved while it sums the node's gradients, but not what is recomputed for it.
-    workspace_bytes = max(0, layer.workspace_bytes - (layer.freed_sooner_bytes if whole else 0))
+    workspace_bytes = max(0, layer.workspace_bytes - (layer.freed_sooner_bytes if whole else 0)) - costs.spared_bytes
     host_s = host.kept_s + (host.policy_s if offloads or costs.dropped else 0.0)
     host_s += (host.second_run_s if costs.dropped else 0.0) + (host.copies_s if offloads else 0.0)
     return 0 if whole else layer.small_bytes, workspace_bytes, host_s
@@ -249,7 +250,7 @@ def _beside(layer: LayerProfile, costs: RegionCosts, *, offloads: bool) -> tuple
 
 def _in_second_run(layer: LayerProfile, costs: RegionCosts, workspace_bytes: int) -> int:
     """The most that a layer's second run adds to what is kept, and to what else its backward needs."""
-    return costs.second_run_bytes - min(layer.after_second_run_bytes, workspace_bytes, costs.second_run_bytes)
+    return costs.second_run_bytes - max(0, min(layer.after_second_run_bytes, workspace_bytes, costs.second_run_bytes))
 
 
 @lru_cache(maxsize=256)
@@ -261,12 +262,16 @@ def layer_pieces(layer: LayerProfile, policy: LayerPolicy | None = None, *, offl
     places = {number: place for place, number in enumerate(moving)}
     held = costs.kept | costs.dropped
     freed = layer_regions(regions).freed_after(costs.dropped, len(regions) - 1)
+    never, spared_bytes = dict[int, int](), -workspace_bytes  # bytes of dropped regions that backward never needs
+    for number in sorted(costs.dropped, reverse=True):
+        never[number] = max(0, min(regions[number].nbytes, spared_bytes))
+        spared_bytes -= never[number]
     forward = [Piece("forward", 0.0, small_bytes)]
     backward = [Piece("backward", 0.0, freed_bytes=small_bytes)]
     for number, (region, share) in enumerate(zip(regions, shares_of(regions), strict=True)):
         nbytes = region.nbytes if number in held else 0
         forward.append(Piece("forward", share * layer.forward_s, nbytes, freed[number], number in places))
-        saved_bytes, awaits = (nbytes, places.get(number)) if region.saved else (0, None)
+        saved_bytes, awaits = (nbytes - never.get(number, 0), places.get(number)) if region.saved else (0, None)
         backward.append(Piece("backward", share * layer.backward_s, freed_bytes=saved_bytes, awaits=awaits))
     if costs.dropped:
         # It ends with the last dropped region, and with the layer's inputs, which are freed unless autograd saves them.
@@ -274,8 +279,9 @@ def layer_pieces(layer: LayerProfile, policy: LayerPolicy | None = None, *, offl
         more = sum(regions[number].nbytes for number in costs.dropped)
         more -= sum(regions[number].nbytes for number in costs.kept if not regions[number].saved)
         most = _in_second_run(layer, costs, workspace_bytes)
-        backward.append(Piece("recompute", costs.recompute_s, most, most - more, awaits=awaits))
-    return LayerPieces(forward, backward[::-1], [regions[number].nbytes for number in moving], workspace_bytes, host_s)
+        backward.append(Piece("recompute", costs.recompute_s, most - sum(never.values()), most - more, awaits=awaits))
+    moved = [regions[number].nbytes for number in moving]
+    return LayerPieces(forward, backward[::-1], moved, max(0, workspace_bytes), host_s)
 
 
 def shares_of(regions: Sequence[RegionProfile]) -> list[float]:
@@ -295,7 +301,7 @@ def layer_costs(
         small_bytes, workspace_bytes, host_s = _beside(layer, costs, offloads=offloads)
         recompute_s = math.fsum([regions[number].seconds for number in costs.operations])
         backward_s, held_bytes = layer.backward_s + recompute_s, small_bytes + costs.kept_bytes
-        saved_bytes = small_bytes + layer.saved_bytes  # as much as is held, once the second run is over
+        second_bytes = _in_second_run(layer, costs, workspace_bytes)
         # Each offloaded tensor, last one first, with the bytes from there on: so many are left to copy to the host once
         # it is made, or have been reloaded before its backward.
         last_first = moving[::-1]
@@ -319,7 +325,7 @@ def layer_costs(
             held_bytes,
             offloaded_bytes,
             (layer.forward_workspace_bytes or 0) + small_bytes + costs.forward_bytes,
-            workspace_bytes + max(saved_bytes, held_bytes + _in_second_run(layer, costs, workspace_bytes)),
+            max(held_bytes, workspace_bytes + max(small_bytes + layer.saved_bytes, held_bytes + second_bytes)),
             host_s,
         )
 
@@ -331,10 +337,8 @@ def costs_of(
 ) -> list[LayerCosts]:
     """The costs of each layer of a profile if these layers are offloaded."""
     found: list[LayerCosts] = []
-    for number, (layer, policy) in enumerate(
-        zip(profile.layers, policies or [None] * len(profile.layers), strict=True)
-    ):
-        offloads = number in offloaded
+    for number, layer in enumerate(profile.layers):
+        policy, offloads = policies[number] if policies else None, number in offloaded
         found += layer_costs(layer, [costs_under(layer, policy, offloads=offloads)], link, offloads=offloads)
     return found
 
@@ -426,8 +430,7 @@ def with_workspace(
     def beside(measured: Sequence[int], expected: Sequence[int]) -> list[int]:
         return [max(0, one - other) for one, other in zip(measured, expected, strict=True)]
 
-    def most(peaks: Iterable[int]) -> list[int]:
-        """Of all calls of each layer."""
+    def most(peaks: Iterable[int]) -> list[int]:  # of all calls of each layer
         found = [0] * len(costs)
         for number, nbytes in zip(profile.order, peaks, strict=True):
             found[number] = max(found[number], nbytes)
@@ -435,15 +438,13 @@ def with_workspace(
 
     # Nobody has seen when the peak of a backward was: in the second run, or later, when all that the layer saves is
     # there, and nothing else of that run. So it counts for both.
-    saved = [layer.saved_bytes for layer in profile.layers]
+    pairs = zip(profile.layers, policies or repeat(None), strict=False)
+    saved = [layer.saved_bytes - costs_under(layer, one, offloads=False)[0].spared_bytes for layer, one in pairs]
     later = beside([one.backward_peak_bytes for one in costs], saved)
-    more = zip(
-        beside(measured.backward, most(expected.backward)),
-        beside(measured.forward, most(expected.forward)),
-        strict=True,
-    )
+    back = beside(measured.backward, most(expected.backward))
+    forth = beside(measured.forward, most(expected.forward))
     layers = (
         replace(layer, workspace_bytes=backward + after, forward_workspace_bytes=forward, after_second_run_bytes=after)
-        for layer, (backward, forward), after in zip(profile.layers, more, later, strict=True)
+        for layer, backward, forward, after in zip(profile.layers, back, forth, later, strict=True)
     )
     return replace(profile, layers=tuple(layers), loss_bytes=max(0, measured.between - expected.between))

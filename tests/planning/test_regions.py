@@ -147,6 +147,19 @@ class TestSimulation:
         predicted_s = step_s(costs, num_layers, profile.loss_s, profile.other_s, profile.calls)
         assert case == "in any order" or predicted_s == pytest.approx(timeline.duration_s, rel=1e-9)
 
+    @pytest.mark.parametrize(("kept", "needed"), [({0}, 60), ({0, 1}, 85), ({0, 1, 2}, 110)])
+    def test_backward_of_a_compiled_layer_needs_what_was_measured(self, kept, needed):
+        """Not what regions add up to: the compiler fuses what is recomputed."""
+        given = replace(region("input", 10, 0, recomputable=False), spared_bytes=40 * MIB)
+        some = replace(region("attention", 30, 1.0, 0), spared_bytes=-25 * MIB)
+        others = replace(region("other operations", 60, 1.0, 0), spared_bytes=-25 * MIB)
+        layer = LayerProfile.from_regions([given, some, others], 0.01, 0.02, workspace_bytes=20 * MIB)
+        profile, policies = Profile((replace(layer, forward_workspace_bytes=0),)), [LayerPolicy(frozenset(kept))]
+        timeline = simulate(Schedule(1), profile, PCIE, policies=policies)
+        assert timeline.peak_bytes == (needed + 20) * MIB
+        assert timeline.memory[-1][1] == 0
+        assert peak_bytes(costs_of(profile, PCIE, (), policies), 0, 0, ()) == timeline.peak_bytes
+
     @given(steps())
     def test_without_policies_everything_saved_is_offloaded(self, step):
         schedule, profile, link, _ = step
