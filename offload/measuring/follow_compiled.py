@@ -108,7 +108,7 @@ class FollowCompiledPlan(FollowPlan):
             if uncounted is not None:
                 uncounted.stop()
         alike.append((policies, found))
-        policies.learn(inputs)
+        policies.learn(inputs, found.input_bytes)
         # By times of its own, a layer that was lucky would be the one that a plan recomputes.
         seconds = _shortest(one.seconds for _, one in alike)
         host_s = _shortest(one.host_s for _, one in alike)

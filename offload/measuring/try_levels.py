@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.activations.what_moves import Rules, offloaded_parts
 from offload.base.layer_events import compute_device, is_sharded
@@ -60,6 +61,7 @@ class Levels(NamedTuple):
     needed: Mapping[Level, int]  # the most on the device in its backward, but for gradients of parameters
     seconds: Mapping[Level, float]  # of each level, if they were timed
     host_s: Mapping[Level, float]  # of the host
+    input_bytes: Mapping[Hashable, int]  # of the memory of each input that counts among what is saved
     said: list[str]
 
 
@@ -87,13 +89,21 @@ class _Trial:
         _check_can_be_tried(layer, inputs)
         self._forward, self._rules, self._backend, self._memory = forward, rules, backend, memory
         self._originals, self._placed = inputs.tensors, inputs.placed
-        self._leaves = [one.detach().clone().requires_grad_(one.requires_grad) for one in inputs.tensors]
+        self._leaves = [_copied(one.detach()).requires_grad_(one.requires_grad) for one in inputs.tensors]
         self._wanted = [one for one in (*layer.parameters(), *self._leaves) if one.requires_grad]
         self._gradient_bytes = sum(one.nbytes for one in layer.parameters() if one.requires_grad)
         self._random = states_of((), (backend.device,))
         self._upstream: list[torch.Tensor] = []
         self._buffers = [(one, one.clone()) for one in layer.buffers()]
         self._state = LayerState(layer)
+
+    def input_bytes(self) -> dict[Hashable, int]:
+        pairs = zip(self._originals, self._leaves, strict=True)
+        return {
+            StorageWeakRef(original.untyped_storage()): sum(part.untyped_storage().nbytes() for part in parts)
+            for original, leaf in pairs
+            if (parts := [*offloaded_parts(leaf.detach(), self._rules)])
+        }
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -171,6 +181,14 @@ class _Trial:
         return self._upstream
 
 
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, also of a tensor that is expanded, as a mask may be."""
+    once = tensor
+    for side, stride in enumerate(tensor.stride()):
+        once = once.narrow(side, 0, 1) if stride == 0 and tensor.shape[side] else once
+    return once.clone().expand(tensor.shape)
+
+
 def try_levels(
     layer: nn.Module,
     forward: CompiledForward,
@@ -233,7 +251,7 @@ def try_levels(
         raise NotCompiledError(f"{type(error).__name__}: {first}", compiles=False) from error
     if Level.NOTHING not in saved or saved[Level.NOTHING] >= saved.get(Level.ALL, 0):
         raise NotCompiledError("; ".join(said) or "its graph saves no more than its inputs")
-    return Levels(saved, needed, seconds, host_s, said)
+    return Levels(saved, needed, seconds, host_s, trial.input_bytes(), said)
 
 
 def costs_of_levels(

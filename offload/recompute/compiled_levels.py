@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
 from enum import IntEnum
 from functools import partial
 from types import CodeType, FunctionType, MethodType
@@ -251,6 +252,7 @@ class CompiledPolicies(LayerPolicies):
         self.forward = forward
         forward.level = Level.NOTHING
         self._tried: list[list[int]] = []  # the sizes of the inputs of each trial
+        self._input_bytes: dict[Hashable, int] = {}  # of the memory of each input that the layer's costs count
         self._planned = False
 
     def wants_trial(self, given: tuple[Any, Any]) -> bool:
@@ -259,10 +261,17 @@ class CompiledPolicies(LayerPolicies):
             return False
         return LayerInputs(*given).sizes not in self._tried
 
-    def learn(self, given: tuple[Any, Any]) -> None:
+    def learn(self, given: tuple[Any, Any], input_bytes: Mapping[Hashable, int]) -> None:
         """The layer was tried; what it costs is set by whoever compares the layer with others that are like it."""
+        self.given, self._input_bytes = [*input_bytes], {**input_bytes}
         self._tried.append(LayerInputs(*given).sizes)
         self.learned += 1
+
+    def share(self, memories: Collection[Hashable]) -> None:
+        """Count no inputs that are in these memories. All inputs are one region, the first."""
+        nbytes = sum(self._input_bytes.pop(one, 0) for one in self.given if one in memories)
+        first = (replace(one, nbytes=max(0, one.nbytes - nbytes)) for one in self.costs[:1])
+        self.costs = (*first, *self.costs[1:])
 
     @property
     def proven(self) -> bool:
