@@ -153,7 +153,7 @@ def main() -> None:
     """Measure, print the table, write the record."""
     parser = argparse.ArgumentParser(description="Hold memory budgets against checkpointing on many architectures.")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
-    parser.add_argument("--shares", nargs="+", type=float, default=SHARES)
+    parser.add_argument("--shares", nargs="+", type=float, default=SHARES, help="rows of others are kept by --merge")
     backends = {"nargs": "?", "const": "inductor", "metavar": "BACKEND"}
     parser.add_argument("--compiled", help="compile the layers, by Inductor or this backend", **backends)
     arguments, device = asked(parser, "results/never_slower.json")
@@ -164,7 +164,8 @@ def main() -> None:
         budgets = Budgets(name, device, link, small=arguments.small, shares=arguments.shares)
         budgets.add_all(arguments.compiled)
         rows = [{"model": name, "compiled": is_compiled(row), **row} for row in budgets.finished(1)]
-        record.add(*rows, instead_of=["model", "compiled"])
+        some = [] if arguments.shares is SHARES else ["what", "layers", "budget_bytes", "for_bytes"]
+        record.add(*rows, instead_of=["model", "compiled", *some])
         del budgets
         give_memory_back(device)
     rows = record.rows()
