@@ -29,7 +29,6 @@ from offload.measuring.memory_left import MemoryLeft
 from offload.measuring.profile_layers import learning_policies
 from offload.measuring.try_levels import TIMES, Levels, NotCompiledError, costs_of_levels, try_levels
 from offload.observe.compiled_memory import count_compiled
-from offload.observe.memory import memory_peak
 from offload.recompute.compiled_levels import CompiledForward, CompiledPolicies, Level, Runs, parse_compile
 from offload.recompute.layer_inputs import LayerInputs
 from offload.recompute.layer_policies import LayerPolicies
@@ -93,20 +92,19 @@ class FollowCompiledPlan(FollowPlan):
             return
         alike = self._tried[_kind_of(layer, inputs)]
         times = TIMES if len(alike) < MOST_TIMED else 0
-        uncounted = None if self._peak.counts else memory_peak(self._backend.device)
+        counts = self._peak.counts  # on the CPU not before the first layer, nor in a model that is compiled as a whole
         try:
             if call.in_checkpoint:
                 raise NotCompiledError("the program checkpoints it")
-            if uncounted is not None:
-                uncounted.start()
-            memory = uncounted or self._peak
-            found = try_levels(layer, policies.forward, inputs, self._rules, self._backend, memory, times)
+            if not counts:
+                self._peak.start()
+            found = try_levels(layer, policies.forward, inputs, self._rules, self._backend, self._peak, times)
         except NotCompiledError as error:
             self._give_up(number, layer, policies.forward, error)
             return
         finally:
-            if uncounted is not None:
-                uncounted.stop()
+            if not counts:
+                self._peak.stop()
         alike.append((policies, found))
         policies.learn(inputs, found.input_bytes)
         # By times of its own, a layer that was lucky would be the one that a plan recomputes.

@@ -58,7 +58,7 @@ class Levels(NamedTuple):
     """What a layer's trial has found."""
 
     saved: Mapping[Level, int]  # bytes that each level saves
-    needed: Mapping[Level, int]  # the most on the device in its backward, but for gradients of parameters
+    needed: Mapping[Level, int]  # the most on the device in its backward, but for gradients of parameters; if counted
     seconds: Mapping[Level, float]  # of each level, if they were timed
     host_s: Mapping[Level, float]  # of the host
     input_bytes: Mapping[Hashable, int]  # of the memory of each input that counts among what is saved
@@ -239,7 +239,8 @@ def try_levels(
                         runs.append((again.needed_bytes, *again.timed))
                         del again
                     each_bytes, marks, took_s = zip(*runs, strict=True)
-                    needed[level] = min(each_bytes)  # the compiler may try kernels as they run for the first time
+                    if memory.counts:
+                        needed[level] = min(each_bytes)  # the compiler may try kernels as they run for the first time
                     if times:
                         seconds[level], host_s[level] = min(backend.seconds(marks[1:])), min(took_s[1:])
                 elif level is Level.NOTHING:
@@ -266,13 +267,15 @@ def costs_of_levels(
         if level in saved and saved[level] < saved[levels[0]]:
             levels.insert(0, level)
     levels[0] = Level.NOTHING
-    lowest, spared = Level.NOTHING, saved[levels[-1]] - needed[Level.NOTHING]
-    costs = [RegionProfile(NAMES[lowest], saved[lowest], 0.0, recomputable=False, spared_bytes=spared)]
+    all_bytes, lowest = saved[levels[-1]], Level.NOTHING
+    need = [needed.get(level, all_bytes) for level in levels]
+    first = RegionProfile(NAMES[lowest], saved[lowest], 0.0, recomputable=False, spared_bytes=all_bytes - need[0])
+    costs = [first]
     # No level takes longer than one below, whatever the clock says.
     taken = [max(seconds.get(one, 0.0) for one in levels[number:]) for number in range(len(levels))]
     for number, (below, level) in enumerate(pairwise(levels)):
         more, took_s = saved[level] - saved[below], taken[number] - taken[number + 1]
-        spared = needed[below] - needed[level]
+        spared = need[number] - need[number + 1]
         costs.append(RegionProfile(NAMES[level], more, took_s, (0,), only_with=number or None, spared_bytes=spared))
     return tuple(costs)
 
