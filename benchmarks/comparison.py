@@ -130,12 +130,13 @@ class Comparison:
                 row["copied_bytes"] = after.offloaded_bytes - before.offloaded_bytes
             row["times_s"] = self._times_s(step)
             row["step_s"] = statistics.median(row["times_s"])
-            row |= self.same_bits(way, step) if self.gradients else {}
             if plan := getattr(handle, "plan", None):
                 row |= {"predicted_s": plan.step_s, "predicted_peak_bytes": plan.peak_bytes}
                 row |= {"recompute_s": plan.recompute_s, "host_bytes": plan.host_bytes, "measuring_steps": measuring}
             rivals = way.rivals(row) if way.rivals is not None else ()
             row |= {"beside": [self._beside(step, one) for one in self.ways if one.row in rivals]} if rivals else {}
+            # Last: deterministic kernels need other amounts of memory, after which a budget may be planned anew.
+            row |= self.same_bits(way, step) if self.gradients else {}
         texts = [
             str(one.message).partition("\n")[0] for one in caught if "memory" in str(one) or "offload" in one.filename
         ]
