@@ -105,10 +105,6 @@ def test_an_input_that_layers_share_counts_once(given_to: str, lab: Lab) -> None
             step()
         assert handle.plan is not None
         assert [layer.regions[0].nbytes for layer in handle.plan.profile.layers] == LAYERS * [x.nbytes]
-        with offload.memory_meter(lab.device) as meter:
-            step()
-        # The gradient of the output may be counted beside the layers' most.
-        assert meter.peak_bytes == pytest.approx(handle.plan.peak_bytes, rel=0.02, abs=x.nbytes)
 
 
 @pytest.mark.drawn(1)
