@@ -178,6 +178,13 @@ def counted_once(policies: Sequence[LayerPolicies]) -> list[tuple[RegionProfile,
     return [one.costs for one in policies]
 
 
+def _shared_later(policies: Sequence[LayerPolicies]) -> int:
+    """Bytes of inputs that no layer counts, and that the first is not given: the model has made them before that."""
+    first, *others = policies
+    found = {memory: nbytes for one in others for memory, nbytes in one.shared_bytes.items()}
+    return sum(nbytes for memory, nbytes in found.items() if memory not in first.given)
+
+
 def recompute_all(profile: Profile) -> list[LayerPolicy | None]:
     """The policies of those steps: everything is recomputed that can be; the rest is offloaded."""
     kept = [region_costs(layer.regions, frozenset()).kept for layer in profile.layers]
@@ -207,7 +214,7 @@ def learned_profile(
     called so often.
 
     Returns:
-        The profile of the layers that ran, and the most that these need in such a step.
+        The profile of the layers that ran, and the most that is measured of what these need in such a step.
     """
     # The regions' seconds are those of the second runs in these steps, as each region would share them. An operation
     # that is timed alone, behind a pause, takes another time than in a row.
@@ -245,6 +252,8 @@ def learned_profile(
     expected = peak_bytes(recomputed, num_layers, profile.loss_bytes, profile.calls)
     pairs = zip(profile.layers, layers, strict=True)
     every = (replace(one, regions=own.regions, tensors=(), saved_bytes=own.saved_bytes) for one, own in pairs)
+    if moved is not None:  # the memory was measured from the first layer on
+        expected -= _shared_later(policies)
     return _with_freed_sooner(replace(profile, layers=tuple(every)), holds), expected
 
 

@@ -269,7 +269,9 @@ class CompiledPolicies(LayerPolicies):
 
     def share(self, memories: Collection[Hashable]) -> None:
         """Count no inputs that are in these memories. All inputs are one region, the first."""
-        nbytes = sum(self._input_bytes.pop(one, 0) for one in self.given if one in memories)
+        found = {one: self._input_bytes.pop(one, 0) for one in self.given if one in memories}
+        self.shared_bytes = {one: nbytes or self.shared_bytes.get(one, 0) for one, nbytes in found.items()}
+        nbytes = sum(found.values())
         first = (replace(one, nbytes=max(0, one.nbytes - nbytes)) for one in self.costs[:1])
         self.costs = (*first, *self.costs[1:])
 

@@ -53,6 +53,7 @@ class LayerPolicies(RegionPolicies):
         self.failures: Counter[InputKind] = Counter()  # how often each kind of input was learned for nothing
         self.costs: tuple[RegionProfile, ...] = ()  # what each region costs, where that was asked for
         self.given: list[Hashable] = []  # tell the memory of the inputs among those regions, which are the first ones
+        self.shared_bytes: dict[Hashable, int] = {}  # of those of these memories that :meth:`share` does not count
         self.host_s: tuple[float, float] | None = None
         """The host's seconds for forward and backward, and what recomputing adds, where a trial has taken them."""
         self.learned = 0
@@ -149,6 +150,8 @@ class LayerPolicies(RegionPolicies):
 
     def share(self, memories: Collection[Hashable]) -> None:
         """Keep inputs that are in these memories on the device in any case, and count none of them."""
+        inputs, before = zip(self.given, self.costs, strict=False), self.shared_bytes
+        self.shared_bytes = {one: cost.nbytes or before.get(one, 0) for one, cost in inputs if one in memories}
         self.costs = without_shared(self.costs, self.given, memories)
         self.keep_uncounted(self.costs)
         self._settle_ways()

@@ -351,13 +351,13 @@ def list_regions(way: Way, seconds: Sequence[float], forward_s: float) -> tuple[
 
 
 def shared_inputs(given: Sequence[Iterable[Hashable]]) -> set[Hashable]:
-    """Of the memories that each layer is given, those that the last one is given and others too, as a mask is.
+    """Of the memories that each layer is given, those that one of the last two is given and others too, as a mask is.
 
-    Or the last but one and the first: layers may be given a mask in turns. The last two are not offloaded while layers
-    are measured, so that such memory is on the device then.
+    Layers may be given two masks in turns. The last two are not offloaded while layers are measured, so that such
+    memory is on the device then.
     """
-    last = {*given[-1]}.intersection(chain.from_iterable(given[:-1]))
-    return last.union(*({*given[0]}.intersection(one) for one in given[1:][-2:-1]))
+    counts = Counter(chain.from_iterable({*each} for each in given))
+    return {one for one in chain(*given[-2:]) if counts[one] > 1}
 
 
 def without_shared(
