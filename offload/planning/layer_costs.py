@@ -39,7 +39,7 @@ class RegionCosts(NamedTuple):
     kept_bytes: int
     forward_bytes: int  # the most that forward has on the device
     second_run_bytes: int  # the most that the second run adds to what is kept
-    spared_bytes: int  # so much less than that and what is kept backward needs
+    spared_bytes: int  # so much less than all regions together backward needs, or more if negative
     recompute_s: float
 
 
@@ -239,7 +239,7 @@ def costs_under(layer: LayerProfile, policy: LayerPolicy | None, *, offloads: bo
 
 
 def _beside(layer: LayerProfile, costs: RegionCosts, *, offloads: bool) -> tuple[int, int, float]:
-    """A layer's small bytes, what its backward needs beside regions, or less, and the host's seconds."""
+    """A layer's small bytes, what else its backward needs, or below zero what less, and the host's seconds."""
     host, whole = layer.host, costs.whole
     # PyTorch holds what a node has saved while it sums the node's gradients, but not what is recomputed for it.
     workspace_bytes = max(0, layer.workspace_bytes - (layer.freed_sooner_bytes if whole else 0)) - costs.spared_bytes

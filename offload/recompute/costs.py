@@ -17,7 +17,7 @@ class RegionProfile:
     recomputable: bool = True  #: Whether the operation gives the same bits when it runs again.
     another_of: int | None = None  #: The first result of the same operation; ``None`` for the first itself.
     only_with: int | None = None  #: The region without which this one is never kept; ``None`` if there is none.
-    spared_bytes: int = 0  #: So much less than all regions together backward needs if this one is kept; or more.
+    spared_bytes: int = 0  #: If it is kept, backward needs so much less than all regions together; more if negative.
 
 
 @dataclass(frozen=True)
