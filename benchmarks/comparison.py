@@ -135,7 +135,7 @@ class Comparison:
                 row |= {"recompute_s": plan.recompute_s, "host_bytes": plan.host_bytes, "measuring_steps": measuring}
             rivals = way.rivals(row) if way.rivals is not None else ()
             row |= {"beside": [self._beside(step, one) for one in self.ways if one.row in rivals]} if rivals else {}
-            # Last: deterministic kernels need other amounts of memory, after which a budget may be planned anew.
+            # Last: other kernels may need more memory for once, after which a budget is planned anew.
             row |= self.same_bits(way, step) if self.gradients else {}
         texts = [
             str(one.message).partition("\n")[0] for one in caught if "memory" in str(one) or "offload" in one.filename

@@ -84,6 +84,18 @@ class MlpBlock(nn.Module):
         return y
 
 
+class Turned(nn.Module):
+    """Multiplies what it computes by a table that several layers may be given, as sines of positions are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down((self.up(x) * table).tanh())
+        return y
+
+
 class Composed(nn.Module):
     """A layer of these modules, parameters and others, which is one function of itself and its inputs."""
 

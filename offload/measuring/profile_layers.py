@@ -179,7 +179,10 @@ def counted_once(policies: Sequence[LayerPolicies]) -> list[tuple[RegionProfile,
 
 
 def _shared_later(policies: Sequence[LayerPolicies]) -> int:
-    """Bytes of inputs that no layer counts, and that the first is not given: the model has made them before that."""
+    """Bytes of inputs that no layer counts, and that the first is not given: the model has made them before that.
+
+    Or the first layer has, as T5's: then they count twice, in what was measured, too.
+    """
     first, *others = policies
     found = {memory: nbytes for one in others for memory, nbytes in one.shared_bytes.items()}
     return sum(nbytes for memory, nbytes in found.items() if memory not in first.given)

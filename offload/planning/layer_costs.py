@@ -262,16 +262,16 @@ def layer_pieces(layer: LayerProfile, policy: LayerPolicy | None = None, *, offl
     places = {number: place for place, number in enumerate(moving)}
     held = costs.kept | costs.dropped
     freed = layer_regions(regions).freed_after(costs.dropped, len(regions) - 1)
-    never, spared_bytes = dict[int, int](), -workspace_bytes  # bytes of dropped regions that backward never needs
+    spared, left_bytes = dict[int, int](), -workspace_bytes  # the first: of dropped regions, what backward never needs
     for number in sorted(costs.dropped, reverse=True):
-        never[number] = max(0, min(regions[number].nbytes, spared_bytes))
-        spared_bytes -= never[number]
+        spared[number] = max(0, min(regions[number].nbytes, left_bytes))
+        left_bytes -= spared[number]
     forward = [Piece("forward", 0.0, small_bytes)]
     backward = [Piece("backward", 0.0, freed_bytes=small_bytes)]
     for number, (region, share) in enumerate(zip(regions, shares_of(regions), strict=True)):
         nbytes = region.nbytes if number in held else 0
         forward.append(Piece("forward", share * layer.forward_s, nbytes, freed[number], number in places))
-        saved_bytes, awaits = (nbytes - never.get(number, 0), places.get(number)) if region.saved else (0, None)
+        saved_bytes, awaits = (nbytes - spared.get(number, 0), places.get(number)) if region.saved else (0, None)
         backward.append(Piece("backward", share * layer.backward_s, freed_bytes=saved_bytes, awaits=awaits))
     if costs.dropped:
         # It ends with the last dropped region, and with the layer's inputs, which are freed unless autograd saves them.
@@ -279,7 +279,7 @@ def layer_pieces(layer: LayerProfile, policy: LayerPolicy | None = None, *, offl
         more = sum(regions[number].nbytes for number in costs.dropped)
         more -= sum(regions[number].nbytes for number in costs.kept if not regions[number].saved)
         most = _in_second_run(layer, costs, workspace_bytes)
-        backward.append(Piece("recompute", costs.recompute_s, most - sum(never.values()), most - more, awaits=awaits))
+        backward.append(Piece("recompute", costs.recompute_s, most - sum(spared.values()), most - more, awaits=awaits))
     moved = [regions[number].nbytes for number in moving]
     return LayerPieces(forward, backward[::-1], moved, max(0, workspace_bytes), host_s)
 

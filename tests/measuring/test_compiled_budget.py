@@ -18,6 +18,7 @@ from models import (
     WIDTH,
     DecoderBlock,
     GptBlock,
+    Turned,
     assert_same,
     build,
     compiled_in_place,
@@ -76,35 +77,31 @@ def kept(handle: offload.OffloadedLayers) -> list[tuple[str, ...]]:
     return [tuple(name for name, policy in one.items() if policy != "recompute") for one in found if one]
 
 
-class Turned(nn.Module):
-    """Multiplies what it computes by a table that it is given, as sines of positions are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.down((self.up(x) * table).tanh())
-        return y
-
-
-@pytest.mark.parametrize("given_to", ["all", "each second"])
-def test_an_input_that_layers_share_counts_once(given_to: str, lab: Lab) -> None:
+@pytest.mark.parametrize("given", ["one to all", "one to each second", "one to each"])
+def test_an_input_that_layers_share_counts_once(given: str, lab: Lab) -> None:
+    """And an expanded one as it is."""
     layers, x = built(Turned, lab)
+
+    def tables() -> list[torch.Tensor]:
+        every = [torch.ones(1, 64, 4 * WIDTH, device=x.device).sin().expand(4, -1, -1) for _ in layers]
+        if given == "one to each":
+            return every
+        return [every[0], every[0] if given == "one to all" else torch.ones((), device=x.device)] * (LAYERS // 2)
 
     def step() -> None:
         layers.zero_grad()
-        table, y = torch.ones(1, 64, 4 * WIDTH, device=x.device).sin().expand(4, -1, -1), x * 1
-        tables = table, table if given_to == "all" else torch.ones((), device=x.device)
-        for number, layer in enumerate(layers):
-            y = layer(y, tables[number % 2])
+        y = x * 1
+        for layer, table in zip(layers, tables(), strict=True):
+            y = layer(y, table)
         y.square().mean().backward()
 
     with budgeted(layers, "1GiB", **COMPILED) as handle:
         for _ in range(4):
             step()
         assert handle.plan is not None
-        assert [layer.regions[0].nbytes for layer in handle.plan.profile.layers] == LAYERS * [x.nbytes]
+        own_bytes = tables()[0].untyped_storage().nbytes() if given == "one to each" else 0
+        counted = [layer.regions[0].nbytes for layer in handle.plan.profile.layers]
+        assert counted == LAYERS * [x.nbytes + own_bytes]
 
 
 @pytest.mark.drawn(1)

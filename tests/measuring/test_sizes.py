@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -92,6 +93,18 @@ def test_regions_of_other_shapes_follow_from_two(second: tuple[int, int]) -> Non
         assert [one.nbytes for one in found.layers[0].regions][:2] == [one.nbytes for one in regions(*shape)[0]][:2]
         assert found.layers[0].workspace_bytes == pytest.approx(profile(*shape).layers[0].workspace_bytes, rel=0.15)
         assert missing_bytes == 100
+
+
+def test_what_backward_needs_less_than_its_regions_grows_with_them() -> None:
+    def spared(length: int) -> list[RegionProfile]:
+        return [replace(one, spared_bytes=one.nbytes // 4) for one in regions(length)[0]]
+
+    costs = CostsBySize()
+    for length in (64, 128):
+        costs.learn(inputs(length), [spared(length)])
+    costs.add(inputs(128), Profile((LayerProfile.from_regions(spared(128), 1, 2),)), 0, [0])
+    longer, _ = costs.at(costs.size_of(inputs(256)))
+    assert [one.spared_bytes for one in longer.layers[0].regions] == [one.spared_bytes for one in spared(256)]
 
 
 def test_a_plan_for_two_shapes_covers_no_shape_that_needs_more_of_something() -> None:

@@ -5,6 +5,7 @@ import torch
 from faults import in_threads
 
 from offload import memory_meter
+from offload.observe.memory import memory_peak
 
 KIB = 1024
 
@@ -79,3 +80,20 @@ def test_default_device() -> None:
     assert meter.peak_bytes == 16 * KIB
     with pytest.raises(ValueError, match=r"device must be on this machine"), memory_meter("meta"):
         pass
+
+
+def test_a_part_that_runs_apart_has_a_peak_of_its_own(device: torch.device) -> None:
+    peak = memory_peak(device)
+    peak.start()
+    held = kib(16, device)
+    kib(64, device)
+    with peak.apart() as meter:
+        kib(32, device)
+    assert meter.peak_bytes == 48 * KIB
+    assert peak.most_bytes() == 80 * KIB  # of before
+    with peak.apart() as meter:
+        kib(128, device)
+    assert meter.peak_bytes == peak.most_bytes() == 144 * KIB
+    peak.begin_part()
+    assert peak.most_bytes() == len(held)
+    peak.stop()
