@@ -39,7 +39,7 @@ class RegionCosts(NamedTuple):
     kept_bytes: int
     forward_bytes: int  # the most that forward has on the device
     second_run_bytes: int  # the most that the second run adds to what is kept
-    spared_bytes: int  # so much less than all regions together backward needs, or more if negative
+    spared_bytes: int  # so much less than all regions backward needs, of what is dropped; or more if negative
     recompute_s: float
 
 
@@ -69,8 +69,7 @@ class LayerRegions:
         regions = self._regions
         held = kept & self._saved | self._needed
         dropped = self._saved - held
-        if dropped:
-            held |= self._inputs
+        held |= self._inputs if dropped else frozenset()
         rerun: set[int] = set()
         waiting = [*dropped]
         while waiting:
@@ -83,6 +82,7 @@ class LayerRegions:
         # is not dropped is freed after the last operation that reads it.
         last = max(rerun, default=-1)
         made = {one for one in range(last + 1) if one not in held or self._first[one] in operations}
+        dropped_bytes = sum(regions[number].nbytes for number in dropped)
         return RegionCosts(
             held,
             dropped,
@@ -92,7 +92,7 @@ class LayerRegions:
             sum(regions[number].nbytes for number in held),
             self._most_bytes(held | dropped, self.freed_after(dropped, len(regions) - 1)),
             self._most_bytes(made, self.freed_after(made - dropped, last)),
-            sum(regions[number].spared_bytes for number in held),
+            min(sum(regions[number].spared_bytes for number in held), dropped_bytes),
             # Rounded once, so that neither the order of a set nor Python's version decides between equal ways.
             math.fsum(regions[first].seconds for first in operations),
         )

@@ -160,6 +160,14 @@ class TestSimulation:
         assert timeline.memory[-1][1] == 0
         assert peak_bytes(costs_of(profile, PCIE, (), policies), 0, 0, ()) == timeline.peak_bytes
 
+    def test_no_more_is_spared_than_is_dropped(self):
+        given = replace(region("input", 10, 0, recomputable=False), spared_bytes=90 * MIB)
+        unsaved, last = region("unsaved", 200, 1.0, 0, saved=False), region("mm", 60, 1.0, 1)
+        profile = Profile((LayerProfile.from_regions([given, unsaved, last], 0.01, 0.02),))
+        policies = [LayerPolicy(frozenset({0}))]
+        timeline = simulate(Schedule(1), profile, PCIE, policies=policies)
+        assert peak_bytes(costs_of(profile, PCIE, (), policies), 0, 0, ()) == timeline.peak_bytes == 210 * MIB
+
     @given(steps())
     def test_without_policies_everything_saved_is_offloaded(self, step):
         schedule, profile, link, _ = step
