@@ -291,7 +291,9 @@ def training_bytes(
     if state_dtype is None:  # else all is stepped in chunks
         made = replace(made, step=max(bytes_of_step(optimizer, device) for optimizer in optimizers))
     # A part of the state can be resident where one optimizer has all of it, and picks the parameters.
-    return made if len(optimizers) == 1 else replace(made, parameter_state=(), parameter_layer=())
+    number, (head_state, head_gradient) = len(optimizers), made.head
+    heads = number * head_state, number * head_gradient  # each may have one, and has slots of its own
+    return made if number == 1 else replace(made, parameter_state=(), parameter_layer=(), head=heads)
 
 
 def _layouts_of(

@@ -48,10 +48,10 @@ class StepWait(Enum):
 
     LOADED = "compute steps with state, or weights, that have not arrived on the device"
     SLOT = "a load overwrites state that is still being copied to the host, or memory that compute still uses"
-    WRITTEN = "a load reads state on the host that is still being written"
+    WRITTEN = "a load reads state, or a gradient, on the host that is still being written"
     STEPPED = "a copy to the host reads state before compute has written it"
-    RELEASE = "compute reuses the memory of state that is still being copied to the host"
-    GRADIENT = "a step beside backward reads a gradient before backward has written it"
+    RELEASE = "compute reuses the memory of state, or of a gradient, that is still being copied to the host"
+    GRADIENT = "a step beside backward, or a copy, reads a gradient before backward has written it"
     JOINED = "backward returns, or reuses the memory of a gradient, while a step beside it still runs"
     NEXT_FORWARD = "the program reads a parameter, or changes a gradient, while a step beside it still runs"
     READ = "the program reads state, or weights, on the host that are still being written"
@@ -187,6 +187,24 @@ class ChunkStepper:
             state.forget_step()
             if state.on_host:  # written where autograd does not see it
                 torch.autograd.graph.increment_version(parameter)
+
+    def set_aside(self, parameter: torch.Tensor) -> None:
+        """Copy a gradient to the host, if there is memory for it: its chunks are loaded from there, with the state.
+
+        Compute waits for the copy, and has the gradient's memory from then on.
+        """
+        state, backend = self.store.of(parameter), self.backend
+        gradient, home = state.gradient, state.set_aside
+        if gradient is None or home is None or gradient.stride() != home.stride():
+            return
+        backend.wait(self._d2h_stream, backend.compute_stream().record_event(), StepWait.GRADIENT)
+        with trace.mark("d2h"):
+            backend.copy(self._d2h_stream, home, gradient)
+        self.counters["written_bytes"] += home.nbytes
+        state.written = self._d2h_stream.record_event()
+        backend.wait(backend.compute_stream(), state.written, StepWait.RELEASE)
+        state.gradient, state.total = None, home
+        backend.discard(gradient)
 
     def split(self, parameters: Iterable[tuple[int, torch.Tensor]]) -> list[list[ParameterPiece]]:
         """Parameters, each with the number of its group, in chunks; a parameter longer than a chunk in pieces."""
@@ -375,10 +393,10 @@ class ChunkStepper:
     def _gradient(self, piece: ParameterPiece, total: torch.Tensor | None) -> torch.Tensor:
         """The piece of the gradient, on the device, with what earlier microbatches have left on the host."""
         state, given = piece.state, piece.state.parameter
-        gradient = given.grad if state.gradient is None else state.gradient
-        assert gradient is not None  # noqa: S101  # only parameters with one are stepped
         if total is not None and state.gradient is None:
             return total
+        gradient = given.grad if state.gradient is None else state.gradient
+        assert gradient is not None  # noqa: S101  # only parameters with one are stepped
         gradient = piece.of(_dense(local(gradient), local(given)))
         if total is not None:
             return total.add_(gradient)

@@ -118,15 +118,13 @@ class SteppedGradient(torch.Tensor):
 class BackwardSteps:
     """Steps parameters of ``stepper`` in backward, and takes their gradients if ``consume``.
 
-    If steps may run beside the next forward as well (``leave``), some are left to it, so that the link has the whole
-    step for its copies.
+    If ``leave``, some are left to the next forward, so that the link has the whole step for its copies.
     """
 
     def __init__(self, stepper: ChunkStepper, *, consume: bool, leave: bool = False) -> None:
         self.enabled = True  # False inside no_step()
         self.stepper = stepper
-        self._consume = consume
-        self._leave = leave
+        self._consume, self._leave = consume, leave
         self._left: set[torch.Tensor] = set()  # parameters that optimizer.step() steps, once their order is known
         self._stream = stepper.backend.new_stream("optimizer")
         self._hooks: dict[torch.Tensor, RemovableHandle] = {}
@@ -245,6 +243,8 @@ class BackwardSteps:
         if self._consume:
             self._check_last(parameter)
             store.of(parameter).gradient, parameter.grad = parameter.grad, None
+            if not self._seen:  # all activations are there
+                self.stepper.set_aside(parameter)
         self._waiting[parameter] = None
         self._room -= local(parameter).numel() * store.bytes_per_element(parameter)
         if self._room <= 0:
@@ -318,8 +318,8 @@ class BackwardSteps:
     def _step(self, parameters: list[torch.Tensor], *, owned: bool) -> None:
         stepper, backend = self.stepper, self.stepper.backend
         states = [stepper.store.of(parameter) for parameter in parameters]
-        found = [state.gradient if owned else state.parameter.grad for state in states]
-        gradients = [gradient for gradient in found if gradient is not None]  # all of them
+        found = (state.gradient if owned else state.parameter.grad for state in states)
+        gradients = [gradient for gradient in found if gradient is not None]  # all but one that was set aside
         compute = backend.compute_stream()
         complete = compute.record_event()
         before = stepper.counters["chunks"]
@@ -330,9 +330,9 @@ class BackwardSteps:
             stepped = backend.compute_stream().record_event()
         chunks = stepper.counters["chunks"] - before
         stepper.counters["backward_chunks"] += chunks
-        for state, gradient in zip(states, gradients, strict=True):
-            versions = gradient._version, state.parameter._version
-            self._seen[state.parameter] = None if owned else gradient, *versions
+        for state in states:
+            kept = None if owned else state.parameter.grad
+            self._seen[state.parameter] = kept, 0 if kept is None else kept._version, state.parameter._version
         self._flights.append((gradients, stepped, owned, chunks))
 
     def _land(self) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any, Protocol
@@ -28,7 +28,7 @@ from offload.base.tensors import own_storage
 from offload.device.backend import Backend, Event
 from offload.host.page_locked import check_room
 from offload.host.pool import HostBuffer, HostPool, get_host_pool
-from offload.optimizer.proof import Proof, dtype_of_step, is_large, of_shape
+from offload.optimizer.proof import Proof, dtype_of_step, gradient_dtype, is_large, of_shape
 
 REMAINDER = "master_remainder"  # the name of the remainders in the state of a parameter
 REMAINDER_BYTES = 2  # of a weight
@@ -155,7 +155,8 @@ class ParameterState:
         self.on_host = holder_of(parameter) is not None  # whether the weights are loaded and written as the state is
         self.gradient: torch.Tensor | None = None  # what is stepped with, if taken out of parameter.grad
         self.weights: torch.Tensor | None = None  # on the device, where a layer that was in backward has left them
-        self.total: torch.Tensor | None = None  # of weights on the host: the gradient there, to which that is added
+        self.total: torch.Tensor | None = None  # the gradient on the host, if there is one, to which that is added
+        self.set_aside: torch.Tensor | None = None  # host memory for the gradient, where it must not wait on the device
         self.written: Event | None = None  # after it, the copies that were queued to the homes are over
         self.stepped: Event | None = None  # after it, the last step is over
 
@@ -252,6 +253,20 @@ class StateStore:
                     state.homes[key] = home
                     self.counters["resident_bytes" if state.resident else "host_bytes"] += likes.pop(key).nbytes
         self._allocate(wanted)
+
+    def reserve_aside(self, parameters: Sequence[torch.Tensor], slot_bytes: int) -> None:
+        """Provide host memory for the gradient of the largest parameter but the first, which backward comes to last.
+
+        Backward begins with the gradient of a model's head, beside all activations. The state of a head takes longer
+        to be loaded than the last layer to be recomputed, if not even all slots hold it.
+        """
+        largest = max(reversed(parameters[1:]), key=torch.Tensor.numel, default=None)
+        if largest is None or not self.proof.elementwise or hasattr(largest, "to_local"):
+            return
+        state, nbytes = self.of(largest), largest.numel() * self.bytes_per_element(largest)
+        if largest.requires_grad and not (state.resident or state.on_host) and nbytes > slot_bytes:
+            like = torch.empty_like(largest, dtype=gradient_dtype(largest), device="meta")
+            (state.set_aside,) = self._pinned([like])
 
     def _place(self, state: ParameterState, likes: _Likes) -> None:
         """Let all of a parameter's state be resident if so many bytes are left for that."""
@@ -366,14 +381,20 @@ class StateStore:
                     state.homes[key] = torch.empty_like(like, device=self._backend.device)
                 else:
                     host.append((state, key, like))
-        pool = get_host_pool(self._backend)
-        buffers = pool.take_whole([like.nbytes for *_, like in host], self._max_host_bytes) if host else []
-        for (state, key, like), buffer in zip(host, buffers, strict=True):
+        for (state, key, _), home in zip(host, self._pinned([like for *_, like in host]), strict=True):
+            state.homes[key] = home
+
+    def _pinned(self, likes: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Host memory of the pool that looks like these."""
+        pool, found = get_host_pool(self._backend), []
+        buffers = pool.take_whole([like.nbytes for like in likes], self._max_host_bytes) if likes else []
+        for like, buffer in zip(likes, buffers, strict=True):
             memory = own_storage(buffer.pieces[0]).untyped_storage()
             weakref.finalize(memory, _give_back, pool, buffer, self._backend).atexit = False
             _pooled.add(memory)
-            state.homes[key] = torch.empty(0, dtype=like.dtype, device="cpu").set_(memory, 0, like.shape, like.stride())
+            found.append(torch.empty(0, dtype=like.dtype, device="cpu").set_(memory, 0, like.shape, like.stride()))
             self.counters["host_bytes"] += like.nbytes
+        return found
 
 
 _pooled = weakref.WeakSet[torch.UntypedStorage]()  # the memory of homes that are in a pool

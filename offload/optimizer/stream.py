@@ -22,7 +22,7 @@ from offload.base.torch_private import in_backward, interpreted
 from offload.device.cuda import CaptureError
 from offload.device.select import get_backend
 from offload.host.page_locked import HostMemoryError
-from offload.optimizer.chunks import ChunkStepper, check_dense
+from offload.optimizer.chunks import NUM_SLOTS, ChunkStepper, check_dense
 from offload.optimizer.early import BackwardSteps
 from offload.optimizer.forward import ForwardSteps
 from offload.optimizer.proof import prove, with_groups, without_parameters
@@ -53,7 +53,7 @@ class OptimizerStats(Stats):
     loaded_bytes: int = 0
     """State copied from the host to the device, and weights and gradients that are on the host, where needed."""
     written_bytes: int = 0  #: State copied from the device to the host, and weights that are on the host.
-    host_bytes: int = 0  #: Pinned host memory of the state.
+    host_bytes: int = 0  #: Pinned host memory of the state, and of a gradient that is set aside.
     resident_bytes: int = 0  #: Device memory of the state that is not streamed.
     slot_bytes: int = 0  #: Device memory of the slots that chunks are loaded into.
 
@@ -293,8 +293,9 @@ def stream_optimizer(
             steps what is left. Gradients must not be clipped or scaled between backward and the step, which raises an
             error. Run all microbatches of a step but the last in :meth:`StreamedOptimizer.no_step`.
         consume_gradients: Free each gradient after its step in backward. What reads ``p.grad`` then raises an error.
-            That of parameters that :func:`stream_weights` holds is freed in any case, and so are gradients if
-            ``fully_shard`` has sharded parameters: PyTorch does not tell when it clips those.
+            That of a large head waits on the host, as its step takes longer than the next layer. That of parameters
+            that :func:`stream_weights` holds is freed in any case, and so are gradients if ``fully_shard`` has sharded
+            parameters: PyTorch does not tell when it clips those.
         overlap_forward: Return from ``optimizer.step()`` when its chunks are queued. The next forward begins while they
             are stepped, and what reads a parameter first, layer or program, waits for the parameter. For gradients that
             are clipped, scaled or accumulated, and so cannot be stepped in backward. Takes device memory: gradients
@@ -348,6 +349,8 @@ def stream_optimizer(
     if stepper.counters["host_bytes"]:  # else slots for a small model would hold more than its state
         stepper.chunk_bytes = max(1, min(stepper.chunk_bytes, stepper.counters["host_bytes"] // MIN_CHUNKS))
     consumes = consume_gradients or sharded
+    if consumes and in_backward:
+        stepper.store.reserve_aside(parameters, NUM_SLOTS * chunk_size)
     early = BackwardSteps(stepper, consume=consumes, leave=overlap_forward) if in_backward else None
     return StreamedOptimizer(stepper, early, ForwardSteps(stepper) if overlap_forward else None)
 

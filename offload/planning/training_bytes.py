@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 from typing import Any, Literal, NamedTuple
 
@@ -72,6 +72,7 @@ class TrainingBytes:
     front_state: int = 0  # of the first parameters, those before the layers', which backward comes to last
     parameter_layer: tuple[int, ...] = ()  # the layer that has this parameter; -1 before the layers, -2 behind them
     step: int = 0  # device memory that ``optimizer.step()`` allocates if all state is on the device
+    head: tuple[int, int] = (0, 0)  # state and gradient of the optimizer's largest parameter but the first
 
     @classmethod
     def of(
@@ -97,7 +98,9 @@ class TrainingBytes:
         largest, elements = max((one.nbytes for one in trained), default=0), sum(one.numel() for one in trained)
         weights, gradients, states = zip(*map(bytes_of, layers), strict=True)
         own, front = tuple(map(state_of, sized)), sum(map(state_of, in_front))
-        return cls(*bytes_of(parameters), weights, gradients, states, largest, slots, elements, own, front, places)
+        head = max(((state_of(one), one.nbytes) for one in sized[1:]), default=(0, 0))
+        made = cls(*bytes_of(parameters), weights, gradients, states, largest, slots, elements, own, front, places)
+        return replace(made, head=head)
 
     def held_bytes(self, recipe: Recipe, resident: int = 0) -> int:
         """Weights, state and slots on the device from step to step; ``resident`` bytes of streamed state are there."""
@@ -121,7 +124,9 @@ class TrainingBytes:
 
     def host_bytes(self, recipe: Recipe, resident: int = 0) -> int:
         """Host memory beside activations, all of it pinned but the state that the CPU steps."""
-        return self.layer_host_bytes(recipe) + self.state_bytes(recipe, resident)[1]
+        state, gradient = self.head  # which backward sets aside, if its state takes longer than a layer
+        aside = gradient if recipe.gradients == "consumed" and state > self.slots else 0
+        return self.layer_host_bytes(recipe) + self.state_bytes(recipe, resident)[1] + aside
 
     def layer_host_bytes(self, recipe: Recipe) -> int:
         """Pinned host memory of the layers' weights and gradients."""

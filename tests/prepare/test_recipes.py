@@ -45,6 +45,15 @@ def test_sizes_of_recipes() -> None:
     assert host == pytest.approx(26 + 52)
 
 
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_a_head_whose_gradient_is_consumed_has_host_memory_for_it(recipe: Recipe) -> None:
+    """If its state is larger than all slots."""
+    before = LLAMA.host_bytes(recipe)
+    assert replace(LLAMA, head=(LLAMA.slots, GIB)).host_bytes(recipe) == before
+    larger = replace(LLAMA, head=(LLAMA.slots + 1, GIB)).host_bytes(recipe)
+    assert larger == before + (GIB if recipe.gradients == "consumed" else 0)
+
+
 def _without(budget_gib: int, host_gib: int | None = None) -> offload.TrainingPlan:
     return without_activations(LLAMA, budget_gib * GIB, None if host_gib is None else host_gib * GIB)
 

@@ -1,0 +1,169 @@
+"""The gradient of a large head waits on the host for its step: the same bits, and its memory is free for backward."""
+
+from typing import Any
+
+import pytest
+import torch
+from lab import Lab
+from models import assert_same
+from torch import nn
+from training import OPTIMIZERS, WIDTH, adamw, batch, stream, values
+
+from offload import HostMemoryError, memory_meter
+from offload.optimizer.chunks import StepWait
+
+LATE_S = 0.05
+TOKENS = 2048  # of the head: its gradient is larger than all else
+
+
+class _Takes(torch.autograd.Function):
+    """Backward takes ``nbytes`` of memory for a moment, as a layer does that is recomputed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, nbytes: int) -> torch.Tensor:
+        ctx.nbytes = nbytes
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        torch.zeros(ctx.nbytes, dtype=torch.uint8, device=gradient.device)
+        return gradient, None
+
+
+class Model(nn.Module):
+    def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, TOKENS, bias=False)
+        self.to(device, dtype)
+
+    def loss(self, number: int) -> torch.Tensor:
+        hidden = _Takes.apply(self.body(batch(number, self)), self.head.weight.nbytes)
+        return self.head(self.norm(hidden)).float().square().mean()
+
+
+def trained(device: torch.device, name: str, dtype: torch.dtype, **options: Any) -> tuple[list[torch.Tensor], Any]:
+    model = Model(device, dtype)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    handle = stream(optimizer, **options) if options else None
+    for number in range(4):
+        if number % 2 and handle is not None:
+            with handle.no_step():
+                model.loss(10 + number).backward()
+        elif number % 2:
+            model.loss(10 + number).backward()
+        model.loss(number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model, optimizer), handle
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "SGD"])
+def test_the_same_bits(name: str, lab: Lab) -> None:
+    lab.adverse()
+    expected, _ = trained(lab.device, name, torch.float32)
+    found, handle = trained(lab.device, name, torch.float32, in_backward=True, consume_gradients=True)
+    assert_same(expected, found)
+    with_gradients = trained(lab.device, name, torch.float32, in_backward=True)[1].stats()
+    assert handle.stats().host_bytes == with_gradients.host_bytes + TOKENS * WIDTH * 4
+
+
+def test_the_same_bits_in_float32_of_bfloat16(lab: Lab) -> None:
+    lab.adverse()
+    options: dict[str, Any] = {"state_dtype": torch.float32}
+    expected, _ = trained(lab.device, "AdamW", torch.bfloat16, **options)
+    options |= {"in_backward": True, "consume_gradients": True}
+    found, _ = trained(lab.device, "AdamW", torch.bfloat16, **options)
+    assert_same(expected, found)
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["head last", "head first"])
+def test_backward_has_the_memory_of_the_gradient(first: bool, lab: Lab) -> None:
+    """Unless it is the optimizer's first parameter, whose gradient comes last."""
+    model = Model(lab.device)
+    parameters = list(model.parameters())
+    optimizer = adamw(parameters[::-1] if first else parameters)
+    stream(optimizer, in_backward=True, consume_gradients=True)
+    for number in range(3):
+        loss = model.loss(number)
+        with memory_meter(lab.device) as meter:
+            loss.backward()
+        gradient_bytes = model.head.weight.nbytes
+        assert (meter.peak_bytes > 2 * gradient_bytes) is first
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_too_little_host_memory_changes_nothing(lab: Lab) -> None:
+    model = Model(lab.device)
+    optimizer = adamw(model.parameters())
+    state_bytes = sum(2 * one.nbytes for one in model.parameters())
+    with pytest.raises(HostMemoryError, match="max_host_bytes"):
+        stream(optimizer, in_backward=True, consume_gradients=True, max_host_bytes=state_bytes + (64 << 10))
+    assert lab.pool.used_bytes == 0
+    for _ in range(2):
+        model.loss(0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(values(model, optimizer), stepped(lab, streamed=False))
+
+
+def stepped(lab: Lab, *, streamed: bool) -> list[torch.Tensor]:
+    model = Model(lab.device)
+    optimizer = adamw(model.parameters())
+    if streamed:
+        stream(optimizer, in_backward=True, consume_gradients=True)
+    for _ in range(2):
+        loss = model.loss(0)
+        if streamed:
+            lab.delay(lab.d2h_stream, LATE_S)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        lab.drain()
+    return values(model, optimizer)
+
+
+def late_copy(lab: Lab) -> bool:
+    """The copy of the gradient comes late: its load could begin before, and compute could use its memory before."""
+    expected = stepped(lab, streamed=False)
+    lab.backend.poison = True
+    return all(map(torch.equal, expected, stepped(lab, streamed=True)))
+
+
+def late_gradient(lab: Lab) -> bool:
+    """The gradient itself comes late: its copy could begin before."""
+    weights = nn.ParameterList([torch.zeros(8), torch.zeros(10_000)]).to(lab.device)
+    optimizer = torch.optim.SGD(weights, lr=1.0, momentum=0.5)
+    stream(optimizer, in_backward=True, consume_gradients=True, chunk_bytes="1KiB")
+    (lab.late_gradient(weights[1], 7.0, LATE_S).sum() + weights[0].sum()).backward()
+    optimizer.step()
+    lab.drain()
+    return bool((weights[1] == -7.0).all())
+
+
+def test_compute_waits_for_the_copy(lab: Lab) -> None:
+    assert late_copy(lab), "wrong with the wait"
+    lab.drop(StepWait.RELEASE)
+    assert not late_copy(lab)
+
+
+# On the CPU, compute waits in the thread that queues copies: they begin after it.
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    ("wait", "scenario"),
+    [(StepWait.GRADIENT, late_gradient), (StepWait.WRITTEN, late_copy)],
+    ids=["GRADIENT", "WRITTEN"],
+)
+def test_each_wait_of_copies_is_needed(wait: StepWait, scenario: Any, lab: Lab) -> None:
+    if lab.device.type == "cpu":
+        return
+    assert scenario(lab), "wrong with all waits"
+    lab.drop(wait)
+    assert not scenario(lab), wait.value
