@@ -91,7 +91,7 @@ def test_backward_has_the_memory_of_the_gradient(first: bool, lab: Lab) -> None:
         with memory_meter(lab.device) as meter:
             loss.backward()
         gradient_bytes = model.head.weight.nbytes
-        assert (meter.peak_bytes > 2 * gradient_bytes) is first
+        assert (meter.peak_bytes > 1.7 * gradient_bytes) is first  # and what the forward has left is freed
         optimizer.step()
         optimizer.zero_grad()
 
