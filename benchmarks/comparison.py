@@ -148,7 +148,7 @@ class Comparison:
             way.row["times_s"] += self._times_s(step)
 
     def _beside(self, step: Step, rival: Way) -> Row:
-        """A rival's row, and the seconds of single steps of both in turns: what slows the host slows both."""
+        """A rival's row, and the seconds of steps of both in turns: what slows the host slows both."""
         pairs: list[tuple[float, float]] = []
         ratios: list[float] = []
         with warnings.catch_warnings(action="ignore"), self._attached(rival) as (_, other, _):
@@ -161,7 +161,7 @@ class Comparison:
                 or passed_s < 2 * self.least_s
                 or (passed_s < 20 * self.least_s and error_of_median(ratios) > SURE)
             ):
-                pairs.append((timed(step, self.device), timed(other, self.device)))
+                pairs.append((timed(step, self.device, self.steps), timed(other, self.device, self.steps)))
                 ratios.append(pairs[-1][0] / pairs[-1][1])
                 passed_s = time.perf_counter() - begin
         own_s, other_s = map(list, zip(*pairs, strict=True))

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import offload
+from offload.device.select import get_backend
 
 GIB = 1 << 30
 Row = dict[str, Any]
@@ -41,13 +42,23 @@ def device_peak(device: torch.device) -> Callable[[], int]:
 
 
 def timed(step: Step, device: torch.device, steps: int = 1) -> float:
-    """Seconds of a step, of several in a row, from an idle device to an idle device."""
+    """Seconds of a step from an idle device to an idle one; of several in a row, behind one that fills its queue.
+
+    In training, the host queues the next forward while the device runs backward. A plan is chosen by such steps.
+    """
+    if steps > 1:
+        backend = get_backend(device)
+        step()
+        begin_mark = backend.mark()
+        for _ in range(steps):
+            step()
+        [seconds] = backend.seconds([(begin_mark, backend.mark())])
+        return seconds / steps
     synchronize(device)
     begin = time.perf_counter()
-    for _ in range(steps):
-        step()
+    step()
     synchronize(device)
-    return (time.perf_counter() - begin) / steps
+    return time.perf_counter() - begin
 
 
 def attempt(row: Row, run: Step) -> None:
