@@ -7,8 +7,8 @@
 For each budget, a share of what the step adds when everything is kept: ``memory_budget=``, and beside it in the same
 run PyTorch's checkpointing of as few layers as fit, and whole-layer offloading of as few layers as fit. Checkpointing
 of all layers, and PyTorch's selective checkpointing with products and attention kept, are rows for every budget that
-they fit. A budget trains a copy of the model, and takes turns, some steps at a time, with the fastest of the other ways: a host
-that is busy with something else slows both.
+they fit. A budget trains a copy of the model, and takes turns, some steps at a time, with the fastest of the other
+ways: a host that is busy with something else slows both.
 
 With ``--compiled``, each layer compiled instead: alone, with PyTorch's checkpointing in the compiled graphs, and by
 ``memory_budget=, compile=``. Shares are those of the step of compiled layers then.

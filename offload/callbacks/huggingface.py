@@ -12,7 +12,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from offload.callbacks.base import WhileTraining
-from offload.optimizer.early import norms_logged_by
+from offload.optimizer.stepped_gradients import norms_logged_by
 
 if (logs_norm := getattr(Trainer, "_get_grad_norm", None)) is not None:  # clips nothing; older ones have no such log
     norms_logged_by.add(logs_norm.__code__)

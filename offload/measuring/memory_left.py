@@ -23,9 +23,10 @@ from offload.device.select import get_backend
 from offload.host.pool import get_host_pool
 from offload.observe.memory import memory_meter
 from offload.optimizer.chunks import NUM_SLOTS
-from offload.optimizer.early import FreedGradient, is_consumed
+from offload.optimizer.early import is_consumed
 from offload.optimizer.proof import LARGEST, prove, stand_in_for, unhooked_step, with_groups
 from offload.optimizer.state import REMAINDER_BYTES, local
+from offload.optimizer.stepped_gradients import FreedGradient
 from offload.optimizer.stream import check_can_be_streamed
 from offload.planning.profile import Link
 from offload.planning.training_bytes import TrainingBytes

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
@@ -73,6 +73,9 @@ class ParameterPiece(NamedTuple):
         return tensor.as_strided((self.stop - self.start,), (1,), tensor.storage_offset() + self.start)
 
 
+StateChunk = list[ParameterPiece]
+
+
 @cache
 def _warn_of_sums() -> None:
     """Warn the first time: PyTorch keeps state as parts of a sum where it can."""
@@ -95,7 +98,7 @@ class StateSlot:
 class Loaded(NamedTuple):
     """A chunk whose state is on the way to the device; of each piece, the tensors there."""
 
-    chunk: list[ParameterPiece]
+    chunk: StateChunk
     slot: StateSlot
     tensors: list[dict[str, torch.Tensor]]
     event: Event | None
@@ -113,7 +116,7 @@ class ChunkStepper:
         self.counters: Counter[str] = self.store.counters
         self.torn = ""  # what was cut off in the middle of a step: parameters and state belong to different steps since
         self.chunk_bytes = chunk_bytes
-        self._d2h_stream, self._h2d_stream = backend.copy_streams
+        self.d2h_stream, self._h2d_stream = backend.copy_streams
         self._slots: list[StateSlot] = []
         self._next_slot = 0
         self._slot_bytes = 0  # the most that a chunk has to have loaded, from its second step on
@@ -162,8 +165,15 @@ class ChunkStepper:
                 self.optimizer.state = shown
             self.store.adopt(foreign)
 
-    def step(self, parameters: Iterable[tuple[int, torch.Tensor]]) -> None:
-        """Step these parameters, each given with the number of its group."""
+    def step(
+        self,
+        parameters: Iterable[tuple[int, torch.Tensor]],
+        between: Callable[[list[StateChunk]], list[StateChunk]] = list,
+    ) -> int:
+        """Step these parameters, each given with the number of its group; returns how many chunks they have.
+
+        ``between`` may add chunks of others to theirs.
+        """
         parameters = list(parameters)
         for _, parameter in parameters:
             state = self.store.of(parameter)
@@ -177,8 +187,8 @@ class ChunkStepper:
                 if any(one.is_partial() for one in gradient.placements):
                     _warn_of_sums()
                 state.gradient = gradient.redistribute(placements=placements)
-        chunks = self.split(parameters)
-        loaded: list[Loaded] = []
+        own_chunks = self.split(parameters)
+        chunks, loaded = between(own_chunks), list[Loaded]()
         for number in range(len(chunks)):
             loaded += map(self.load, chunks[len(loaded) : number + NUM_SLOTS])
             self.step_chunk(loaded[number])
@@ -187,28 +197,11 @@ class ChunkStepper:
             state.forget_step()
             if state.on_host:  # written where autograd does not see it
                 torch.autograd.graph.increment_version(parameter)
+        return len(own_chunks)
 
-    def set_aside(self, parameter: torch.Tensor) -> None:
-        """Copy a gradient to the host, if there is memory for it: its chunks are loaded from there, with the state.
-
-        Compute waits for the copy, and has the gradient's memory from then on.
-        """
-        state, backend = self.store.of(parameter), self.backend
-        gradient, home = state.gradient, state.set_aside
-        if gradient is None or home is None or gradient.stride() != home.stride():
-            return
-        backend.wait(self._d2h_stream, backend.compute_stream().record_event(), StepWait.GRADIENT)
-        with trace.mark("d2h"):
-            backend.copy(self._d2h_stream, home, gradient)
-        self.counters["written_bytes"] += home.nbytes
-        state.written = self._d2h_stream.record_event()
-        backend.wait(backend.compute_stream(), state.written, StepWait.RELEASE)
-        state.gradient, state.total = None, home
-        backend.discard(gradient)
-
-    def split(self, parameters: Iterable[tuple[int, torch.Tensor]]) -> list[list[ParameterPiece]]:
+    def split(self, parameters: Iterable[tuple[int, torch.Tensor]]) -> list[StateChunk]:
         """Parameters, each with the number of its group, in chunks; a parameter longer than a chunk in pieces."""
-        chunks: list[list[ParameterPiece]] = []
+        chunks: list[StateChunk] = []
         room = 0
         for group, parameter in parameters:
             state, numel = self.store.of(parameter), local(parameter).numel()
@@ -225,7 +218,7 @@ class ChunkStepper:
                 room -= (stop - start) * per_element
         return chunks
 
-    def load(self, chunk: list[ParameterPiece]) -> Loaded:
+    def load(self, chunk: StateChunk) -> Loaded:
         """Queue the copies of a chunk's state into the next slot."""
         backend, h2d = self.backend, self._h2d_stream
         tensors: list[dict[str, torch.Tensor]] = []
@@ -301,13 +294,13 @@ class ChunkStepper:
                 copies.append((piece.state, piece.of(piece.state.parameter.data), target))
         slot.free = stepped = compute.record_event()
         if copies:
-            backend.wait(self._d2h_stream, stepped, StepWait.STEPPED)
-            backend.give_way(self._d2h_stream)
+            backend.wait(self.d2h_stream, stepped, StepWait.STEPPED)
+            backend.give_way(self.d2h_stream)
             with trace.mark("d2h"):
                 for _, home, value in copies:
-                    backend.copy(self._d2h_stream, home, value)
+                    backend.copy(self.d2h_stream, home, value)
                     self.counters["written_bytes"] += home.nbytes
-            slot.free = self.last_copy = self._d2h_stream.record_event()
+            slot.free = self.last_copy = self.d2h_stream.record_event()
             slot.held = [value for *_, value in copies]
         for state, *_ in copies:
             state.written = slot.free

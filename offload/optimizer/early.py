@@ -9,15 +9,12 @@ Layers whose weights are on the host give their gradients by themselves: see :mo
 
 from __future__ import annotations
 
-import copy
 import gc
 import logging
-import sys
 import weakref
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -26,11 +23,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from offload.base.layer_events import EndOfBackward
-from offload.base.torch_private import ddp_parameters, make_wrapper, this_backward, when_backward_ends
+from offload.base.torch_private import ddp_parameters, this_backward, when_backward_ends
 from offload.device.backend import Event
 from offload.optimizer.chunks import NUM_SLOTS, ChunkStepper, StepWait, check_dense
-from offload.optimizer.proof import gradient_dtype, with_groups
+from offload.optimizer.proof import with_groups
+from offload.optimizer.set_aside import SetAside
 from offload.optimizer.state import WeightHolder, holders_of, local
+from offload.optimizer.stepped_gradients import FreedGradient, SteppedGradient, caller, drop_freed
 
 _logger = logging.getLogger(__name__)
 
@@ -46,12 +45,7 @@ host, to which that is added; and the weights on the device, where they are upda
 """
 
 
-norms_logged_by: set[CodeType] = set()
-"""Code of trainers that takes the norm of all gradients for a log: freed ones are zero there."""
-
-
 _steps = weakref.WeakSet["BackwardSteps"]()
-_UNTYPED: Any = torch.Tensor
 
 
 def consumed_bytes(device: torch.device) -> int:
@@ -73,48 +67,6 @@ def first_step_is_next(layers: Iterable[torch.nn.Module]) -> bool:
     return any(one in parameters for optimizer in there for _, one in with_groups(optimizer))
 
 
-class FreedGradient(torch.Tensor):
-    """In ``parameter.grad`` until ``optimizer.step()``, if the gradient was freed: what computes with it raises.
-
-    Clipping and the like would pass over a gradient that is ``None``, without a word.
-    """
-
-    @staticmethod
-    def __new__(cls, parameter: torch.Tensor) -> FreedGradient:
-        return make_wrapper(cls, parameter.shape, dtype=gradient_dtype(parameter), device=parameter.device)
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, *given: Any) -> Any:
-        if norms_logged_by and _caller(norms_logged_by) is not None:
-            this = given[1][0]
-            if function is torch.ops.aten.mul_.Tensor:  # by 1
-                return this
-            if function is torch.ops.aten.linalg_vector_norm.default:
-                return torch.zeros((), dtype=this.dtype, device=this.device)
-        raise RuntimeError(
-            "a parameter must get one gradient in each step if in_backward=True, and gradients must be final then, but "
-            f"{function} was called with one that was stepped with and freed; leave in_backward (in prepare: "
-            "step_in_backward) out if gradients are clipped, scaled or read, and run all microbatches of a step but "
-            "the last in handle.no_step()."
-        )
-
-    def __repr__(self) -> str:  # type: ignore[override]  # PyTorch's takes what its own printing passes on
-        return f"FreedGradient(shape={tuple(self.shape)})"
-
-
-class SteppedGradient(torch.Tensor):
-    """In ``parameter.grad`` until ``optimizer.step()``, if it is not freed: changes through ``data`` are seen, too."""
-
-    __torch_function__ = torch.nn.Parameter.__torch_function__  # of no function
-    data: Any = property(_UNTYPED.detach, _UNTYPED.copy_)  # with the version of the gradient
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.detach(), memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.detach().__reduce_ex__(protocol)
-
-
 class BackwardSteps:
     """Steps parameters of ``stepper`` in backward, and takes their gradients if ``consume``.
 
@@ -125,6 +77,7 @@ class BackwardSteps:
         self.enabled = True  # False inside no_step()
         self.stepper = stepper
         self._consume, self._leave = consume, leave
+        self._aside = SetAside(stepper)
         self._left: set[torch.Tensor] = set()  # parameters that optimizer.step() steps, once their order is known
         self._stream = stepper.backend.new_stream("optimizer")
         self._hooks: dict[torch.Tensor, RemovableHandle] = {}
@@ -171,7 +124,7 @@ class BackwardSteps:
 
     def forget(self) -> None:
         """A checkpoint was loaded: no parameter has made the next step, and nothing is left of a backward."""
-        _drop_freed(self._seen)
+        drop_freed(self._seen)
         self._seen.clear()
         self.runs.clear()
         self._drop()
@@ -207,7 +160,7 @@ class BackwardSteps:
             if not isinstance(parameter.grad, FreedGradient)
             and (gradient is None or parameter.grad is not gradient or gradient._version != version)
         ]
-        _drop_freed(seen)
+        drop_freed(seen)
         if changed:
             self._refuse(f"that of a parameter of shape {tuple(changed[0].shape)} has been changed since")
         for before, options in zip(self._options, _options_of(self.stepper.optimizer), strict=False):
@@ -243,15 +196,15 @@ class BackwardSteps:
         if self._consume:
             self._check_last(parameter)
             store.of(parameter).gradient, parameter.grad = parameter.grad, None
-            if not self._seen:  # all activations are there
-                self.stepper.set_aside(parameter)
+            if not self._seen and self._aside.take(self.groups[parameter], parameter):
+                return  # it is the first: all activations are there
         self._waiting[parameter] = None
         self._room -= local(parameter).numel() * store.bytes_per_element(parameter)
         if self._room <= 0:
             self._step_waiting()
 
     def _check_first(self, parameter: torch.Tensor) -> None:
-        if parameter in self._seen or parameter in self._waiting:
+        if parameter in self._seen or parameter in self._waiting or parameter is self._aside.parameter:
             raise RuntimeError(
                 "a parameter must get one gradient in each step if in_backward=True, but one of shape "
                 f"{tuple(parameter.shape)} got another after its step; call optimizer.step() after each backward, and "
@@ -319,21 +272,20 @@ class BackwardSteps:
         stepper, backend = self.stepper, self.stepper.backend
         states = [stepper.store.of(parameter) for parameter in parameters]
         found = (state.gradient if owned else state.parameter.grad for state in states)
-        gradients = [gradient for gradient in found if gradient is not None]  # all but one that was set aside
+        gradients = [gradient for gradient in found if gradient is not None]  # all of them
         compute = backend.compute_stream()
         complete = compute.record_event()
         before = stepper.counters["chunks"]
         stepper.torn = CUT_OFF
         with torch.no_grad(), backend.running_on(self._stream):
             backend.wait(backend.compute_stream(), complete, StepWait.GRADIENT)
-            stepper.step([(self.groups[parameter], parameter) for parameter in parameters])
+            own_chunks = stepper.step([(self.groups[one], one) for one in parameters], self._aside.between)
             stepped = backend.compute_stream().record_event()
-        chunks = stepper.counters["chunks"] - before
-        stepper.counters["backward_chunks"] += chunks
+        stepper.counters["backward_chunks"] += stepper.counters["chunks"] - before
         for state in states:
             kept = None if owned else state.parameter.grad
             self._seen[state.parameter] = kept, 0 if kept is None else kept._version, state.parameter._version
-        self._flights.append((gradients, stepped, owned, chunks))
+        self._flights.append((gradients, stepped, owned, own_chunks))
 
     def _land(self) -> None:
         """Compute waits for the oldest step beside it: it may use the memory of the gradients from here on."""
@@ -351,6 +303,7 @@ class BackwardSteps:
         for parameter in self._waiting:
             self.stepper.store.of(parameter).forget_step()
         self._waiting.clear()
+        self._aside.forget()
         if self._flights:
             # The program may load a checkpoint next. Whose thread this is, and what its stream is, is not known.
             try:
@@ -379,6 +332,11 @@ class BackwardSteps:
             self._drop()
         elif not self.runs:
             self._step_waiting()
+            if (aside := self._aside.parameter) is not None:
+                self._aside.ends = True
+                self._step([], owned=True)
+                self._aside.forget()
+                self._seen[aside] = None, 0, aside._version
             while self._flights:
                 self._land()
             self.stepper.torn = ""
@@ -415,26 +373,10 @@ def _options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def _drop_freed(parameters: Iterable[torch.Tensor]) -> None:
-    for one in parameters:
-        if isinstance(one.grad, FreedGradient):
-            one.grad = None
-        elif isinstance(one.grad, SteppedGradient):
-            one.grad.__class__ = _UNTYPED
-
-
 def _scaler_steps() -> bool:
     """Whether a ``GradScaler`` calls ``optimizer.step()``. Its division of the gradients changes no version."""
-    frame = _caller({torch.amp.GradScaler.step.__code__})
+    frame = caller({torch.amp.GradScaler.step.__code__})
     return frame is not None and frame.f_locals["self"].is_enabled()
-
-
-def _caller(codes: Container[CodeType]) -> FrameType | None:
-    """The innermost call of one of these functions."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code not in codes:
-        frame = frame.f_back
-    return frame
 
 
 def _refuse_ddp(parameters: Iterable[torch.Tensor]) -> None:

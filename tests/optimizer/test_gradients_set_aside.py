@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from lab import Lab
-from models import assert_same
+from models import Stop, assert_same
 from torch import nn
 from training import OPTIMIZERS, WIDTH, adamw, batch, stream, values
 
@@ -35,13 +35,14 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.before_norm: nn.Module = nn.Identity()
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, TOKENS, bias=False)
         self.to(device, dtype)
 
     def loss(self, number: int) -> torch.Tensor:
         hidden = _Takes.apply(self.body(batch(number, self)), self.head.weight.nbytes)
-        return self.head(self.norm(hidden)).float().square().mean()
+        return self.head(self.norm(self.before_norm(hidden))).float().square().mean()
 
 
 def trained(device: torch.device, name: str, dtype: torch.dtype, **options: Any) -> tuple[list[torch.Tensor], Any]:
@@ -94,6 +95,58 @@ def test_backward_has_the_memory_of_the_gradient(first: bool, lab: Lab) -> None:
         assert (meter.peak_bytes > 1.7 * gradient_bytes) is first  # and what the forward has left is freed
         optimizer.step()
         optimizer.zero_grad()
+
+
+def test_chunks_of_the_head_come_between_those_of_layers(lab: Lab) -> None:
+    """Else the first layers' gradients would wait behind all of the head's on the link."""
+    stepped_numels: list[int] = []
+
+    class Recorded(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> None:
+            stepped_numels.extend(one.numel() for group in self.param_groups for one in group["params"])
+            super().step(closure)
+
+    layers, pieces = 16, 13
+    numels = [100, *[2048] * layers, pieces * 1024]  # one chunk of state each, and pieces of state and gradient
+    weights = nn.ParameterList(torch.ones(numel, device=lab.device) for numel in numels)
+    optimizer = Recorded(weights, lr=1e-2)
+    stream(optimizer, in_backward=True, consume_gradients=True, chunk_bytes="16KiB")
+    stepped_numels.clear()
+    sum(weight.square().sum() for weight in weights).backward()
+    between = ([2048] * 3 + [1024]) * 5 + [2048]
+    assert stepped_numels[: len(between)] == between
+    assert sorted(stepped_numels[len(between) :]) == [100, *[1024] * (pieces - 5)]
+    optimizer.step()
+
+
+def test_a_backward_that_fails_before_any_step_changes_nothing(lab: Lab) -> None:
+    def train(*, streamed: bool) -> list[torch.Tensor]:
+        model = Model(lab.device)
+        optimizer = adamw(model.parameters())
+        if streamed:
+            stream(optimizer, in_backward=True, consume_gradients=True)
+        for number in range(3):
+            model.before_norm = Stop()
+            with pytest.raises(ValueError, match="stop"):
+                model.loss(number + 1).backward()
+            model.before_norm = nn.Identity()
+            optimizer.zero_grad()
+            model.loss(number).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return values(model, optimizer)
+
+    assert_same(train(streamed=False), train(streamed=True))
+
+
+def test_a_second_gradient_of_a_head_is_refused(lab: Lab) -> None:
+    model = Model(lab.device)
+    optimizer = adamw(model.parameters())
+    stream(optimizer, in_backward=True, consume_gradients=True)
+    loss = model.head.weight.square().sum() + model.loss(0)  # of which autograd makes one gradient
+    loss.backward()
+    with pytest.raises(RuntimeError, match="a parameter must get one gradient in each step"):
+        model.loss(0).backward()
 
 
 def test_too_little_host_memory_changes_nothing(lab: Lab) -> None:
