@@ -1,5 +1,6 @@
 """The gradient of a large head waits on the host for its step: the same bits, and its memory is free for backward."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -7,10 +8,12 @@ import torch
 from lab import Lab
 from models import Stop, assert_same
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from training import OPTIMIZERS, WIDTH, adamw, batch, stream, values
 
 from offload import HostMemoryError, memory_meter
 from offload.optimizer.chunks import StepWait
+from offload.optimizer.early import FreedGradient
 
 LATE_S = 0.05
 TOKENS = 2048  # of the head: its gradient is larger than all else
@@ -49,13 +52,13 @@ def trained(device: torch.device, name: str, dtype: torch.dtype, **options: Any)
     model = Model(device, dtype)
     optimizer = OPTIMIZERS[name](model.parameters())
     handle = stream(optimizer, **options) if options else None
-    for number in range(4):
-        if number % 2 and handle is not None:
-            with handle.no_step():
+    no_step = nullcontext if handle is None else handle.no_step
+    for number in range(6):
+        if number % 2:
+            with no_step():
                 model.loss(10 + number).backward()
-        elif number % 2:
-            model.loss(10 + number).backward()
-        model.loss(number).backward()
+        with no_step() if number == 3 else nullcontext():  # optimizer.step() makes all of this step
+            model.loss(number).backward()
         optimizer.step()
         optimizer.zero_grad()
     return values(model, optimizer), handle
@@ -111,12 +114,13 @@ def test_chunks_of_the_head_come_between_those_of_layers(lab: Lab) -> None:
     weights = nn.ParameterList(torch.ones(numel, device=lab.device) for numel in numels)
     optimizer = Recorded(weights, lr=1e-2)
     stream(optimizer, in_backward=True, consume_gradients=True, chunk_bytes="16KiB")
-    stepped_numels.clear()
-    sum(weight.square().sum() for weight in weights).backward()
     between = ([2048] * 3 + [1024]) * 5 + [2048]
-    assert stepped_numels[: len(between)] == between
-    assert sorted(stepped_numels[len(between) :]) == [100, *[1024] * (pieces - 5)]
-    optimizer.step()
+    for _ in range(2):
+        stepped_numels.clear()
+        sum(weight.square().sum() for weight in weights).backward()
+        assert stepped_numels[: len(between)] == between
+        assert sorted(stepped_numels[len(between) :]) == [100, *[1024] * (pieces - 5)]
+        optimizer.step()
 
 
 def test_a_backward_that_fails_before_any_step_changes_nothing(lab: Lab) -> None:
@@ -139,14 +143,27 @@ def test_a_backward_that_fails_before_any_step_changes_nothing(lab: Lab) -> None
     assert_same(train(streamed=False), train(streamed=True))
 
 
-def test_a_second_gradient_of_a_head_is_refused(lab: Lab) -> None:
+def test_a_gradient_that_was_set_aside_is_freed(lab: Lab) -> None:
+    """What reads it raises, as of other parameters."""
     model = Model(lab.device)
     optimizer = adamw(model.parameters())
     stream(optimizer, in_backward=True, consume_gradients=True)
-    loss = model.head.weight.square().sum() + model.loss(0)  # of which autograd makes one gradient
-    loss.backward()
+    model.loss(0).backward()
+    assert type(model.head.weight.grad) is FreedGradient
+    optimizer.step()
+    assert model.head.weight.grad is None
+
+
+def test_a_second_gradient_in_the_same_backward_is_refused(lab: Lab) -> None:
+    """Reentrant checkpoints give two, each in a backward of its own."""
+    model = Model(lab.device)
+    optimizer = adamw(model.parameters())
+    stream(optimizer, in_backward=True, consume_gradients=True)
+    x = torch.ones(4, WIDTH, device=lab.device, requires_grad=True)
+    loss = sum(checkpoint(model.head, x, use_reentrant=True).square().mean() for _ in range(2))
+    loss = loss + model.norm.weight.square().sum()  # the backward around them has begun to step before
     with pytest.raises(RuntimeError, match="a parameter must get one gradient in each step"):
-        model.loss(0).backward()
+        loss.backward()
 
 
 def test_too_little_host_memory_changes_nothing(lab: Lab) -> None:

@@ -203,3 +203,35 @@ def test_refused(lab: Lab) -> None:
         offload.prepare(model, twice, 1 << 30, device=lab.device)
     with pytest.raises(TypeError, match=r"Optimizer of the model's parameters, got a list"):
         offload.prepare(model, [], 1 << 30, device=lab.device)
+
+
+class TwoHeads(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, 4096, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return sum(head(x).square().mean() for head in self.heads)
+
+
+def test_each_optimizer_may_set_a_gradient_aside(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan counts the host memory for that."""
+    monkeypatch.setattr(sys.modules["offload.prepare"], "RECIPES", (CONSUMED,))
+    model = TwoHeads()
+    parts = [
+        [*layers.parameters(), *head.parameters()]
+        for layers, head in zip((model.layers[:3], model.layers[3:]), model.heads, strict=True)
+    ]
+    optimizers = [torch.optim.AdamW(one) for one in parts]
+    state_bytes = sum(2 * one.nbytes for one in model.parameters())
+    with offload.prepare(
+        model, optimizers, 32 << 20, device=lab.device, min_bytes=0, step_in_backward=True
+    ) as prepared:
+        planned = prepared.plan.recipes[0].host_bytes
+        heads_bytes = sum(one.weight.nbytes for one in model.heads)
+        assert state_bytes + heads_bytes <= lab.pool.used_bytes <= planned
+        model(torch.randn(4, WIDTH, device=lab.device)).backward()
+        for one in optimizers:
+            one.step()
