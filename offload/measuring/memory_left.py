@@ -292,9 +292,9 @@ def training_bytes(
     if state_dtype is None:  # else all is stepped in chunks
         made = replace(made, step=max(bytes_of_step(optimizer, device) for optimizer in optimizers))
     # A part of the state can be resident where one optimizer has all of it, and picks the parameters.
-    number, (head_state, head_gradient) = len(optimizers), made.head
-    heads = number * head_state, number * head_gradient  # each may have one, and has slots of its own
-    return made if number == 1 else replace(made, parameter_state=(), parameter_layer=(), head=heads)
+    count, (state_bytes, gradient_bytes, _) = len(optimizers), made.head
+    heads = count * state_bytes, count * gradient_bytes, -1  # each may have one, and has slots of its own
+    return made if count == 1 else replace(made, parameter_state=(), parameter_layer=(), head=heads)
 
 
 def _layouts_of(

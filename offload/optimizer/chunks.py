@@ -74,6 +74,7 @@ class ParameterPiece(NamedTuple):
 
 
 StateChunk = list[ParameterPiece]
+"""Pieces whose state is loaded and stepped together."""
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 from typing import Any, Literal, NamedTuple
@@ -72,7 +72,8 @@ class TrainingBytes:
     front_state: int = 0  # of the first parameters, those before the layers', which backward comes to last
     parameter_layer: tuple[int, ...] = ()  # the layer that has this parameter; -1 before the layers, -2 behind them
     step: int = 0  # device memory that ``optimizer.step()`` allocates if all state is on the device
-    head: tuple[int, int] = (0, 0)  # state and gradient of the optimizer's largest parameter but the first
+    head: tuple[int, int, int] = (0, 0, -1)
+    """Of the optimizer's largest parameter but the first: state, gradient, and number in :attr:`parameter_state`."""
 
     @classmethod
     def of(
@@ -98,7 +99,9 @@ class TrainingBytes:
         largest, elements = max((one.nbytes for one in trained), default=0), sum(one.numel() for one in trained)
         weights, gradients, states = zip(*map(bytes_of, layers), strict=True)
         own, front = tuple(map(state_of, sized)), sum(map(state_of, in_front))
-        head = max(((state_of(one), one.nbytes) for one in sized[1:]), default=(0, 0))
+        head = max(
+            ((state_of(one), one.nbytes, number) for number, one in enumerate(sized) if number), default=cls.head
+        )
         made = cls(*bytes_of(parameters), weights, gradients, states, largest, slots, elements, own, front, places)
         return replace(made, head=head)
 
@@ -124,9 +127,9 @@ class TrainingBytes:
 
     def host_bytes(self, recipe: Recipe, resident: int = 0) -> int:
         """Host memory beside activations, all of it pinned but the state that the CPU steps."""
-        state, gradient = self.head  # which backward sets aside, if its state takes longer than a layer
-        aside = gradient if recipe.gradients == "consumed" and state > self.slots else 0
-        return self.layer_host_bytes(recipe) + self.state_bytes(recipe, resident)[1] + aside
+        state, gradient, number = self.head
+        sets_aside = recipe.gradients == "consumed" and state > self.slots and number not in self._resident(resident)
+        return self.layer_host_bytes(recipe) + self.state_bytes(recipe, resident)[1] + sets_aside * gradient
 
     def layer_host_bytes(self, recipe: Recipe) -> int:
         """Pinned host memory of the layers' weights and gradients."""
@@ -156,12 +159,17 @@ class TrainingBytes:
         """State that is copied: of the parameters before the layers, of each layer, and of those behind the layers."""
         behind = self.state - self.front_state - sum(self.layer_state)
         copied = [*self.layer_state, behind, self.front_state]  # -1 and -2 are the last two
-        for number in evenly(len(self.parameter_layer)):
-            if resident <= 0:
-                break
-            resident -= self.parameter_state[number]
+        for number in self._resident(resident):
             copied[self.parameter_layer[number]] -= self.parameter_state[number]
         return copied[-1], copied[:-2], copied[-2]
+
+    def _resident(self, resident: int) -> Iterator[int]:
+        """The numbers of the parameters whose state these bytes are."""
+        for number in evenly(len(self.parameter_state)):
+            if resident <= 0:
+                break
+            yield number
+            resident -= self.parameter_state[number]
 
     def link_s(self, recipe: Recipe, link: Link, resident: int = 0) -> tuple[float, float, float]:
         """Seconds of a recipe's copies on the link: in forward, in backward, and in the optimizer's step."""

@@ -49,9 +49,20 @@ def test_sizes_of_recipes() -> None:
 def test_a_head_whose_gradient_is_consumed_has_host_memory_for_it(recipe: Recipe) -> None:
     """If its state is larger than all slots."""
     before = LLAMA.host_bytes(recipe)
-    assert replace(LLAMA, head=(LLAMA.slots, GIB)).host_bytes(recipe) == before
-    larger = replace(LLAMA, head=(LLAMA.slots + 1, GIB)).host_bytes(recipe)
-    assert larger == before + (GIB if recipe.gradients == "consumed" else 0)
+    assert replace(LLAMA, head=(LLAMA.slots, GIB, 1)).host_bytes(recipe) == before
+    larger = replace(LLAMA, head=(LLAMA.slots + 1, GIB, 1))
+    assert larger.host_bytes(recipe) == before + (GIB if recipe.gradients == "consumed" else 0)
+
+
+@pytest.mark.parametrize("resident", [0, 4 * GIB, 8 * GIB, 12 * GIB, 16 * GIB])
+def test_a_head_whose_state_is_resident_has_no_host_memory_for_its_gradient(resident: int) -> None:
+    one = replace(EVEN, slots=0)
+    numbers = list(evenly(4))[: resident // (4 * GIB)]
+    for number in range(4):
+        head = replace(one, head=(4 * GIB, GIB, number)).host_bytes(CONSUMED, resident) - one.host_bytes(
+            CONSUMED, resident
+        )
+        assert head == (0 if number in numbers else GIB)
 
 
 def _without(budget_gib: int, host_gib: int | None = None) -> offload.TrainingPlan:
