@@ -247,6 +247,8 @@ def try_levels(
                     break  # then no other level will do
     except NotCompiledError:
         raise
+    except torch.OutOfMemoryError as error:  # all levels, on copies, need more than a layer that is recomputed
+        raise NotCompiledError("the device has too little memory to try it") from error
     except Exception as error:  # whatever the compiler or the layer raises
         first = next(filter(None, map(str.strip, str(error).splitlines())), "")
         raise NotCompiledError(f"{type(error).__name__}: {first}", compiles=False) from error

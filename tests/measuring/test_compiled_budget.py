@@ -329,6 +329,31 @@ def test_a_layer_that_changes_its_buffers_is_compiled_as_a_whole(lab: Lab, log: 
     assert "so that it is recomputed as a whole: forward changes its buffers" in log.text
 
 
+def test_a_layer_without_memory_for_its_trial_is_compiled_as_a_whole(lab: Lab, log: pytest.LogCaptureFixture) -> None:
+    """Eager regions would take more time, and no less memory."""
+    (layers, x), backend = built(GptBlock, lab), torch._dynamo.lookup_backend("aot_eager")
+    tries = itertools.count()
+
+    def lacks_memory(graph: Any, inputs: Any) -> Any:
+        compiled = backend(graph, inputs)
+
+        def run(*given: Any) -> Any:
+            if (number := next(tries)) < 2 * LAYERS and number % 2 == 0:
+                raise torch.OutOfMemoryError("as a device says it")
+            return compiled(*given)
+
+        return run
+
+    expected = seeded(layers, x)
+    with budgeted(layers, "1GiB", compile={"backend": lacks_memory}) as handle:
+        assert_same(expected, seeded(layers, x))
+        assert is_compiled(layers[0])
+        for _ in range(3):
+            assert_same(expected, seeded(layers, x))
+        assert handle.state == "following"
+    assert log.text.count("so that it is recomputed as a whole: the device has too little memory to try it") == 1
+
+
 @torch.library.custom_op("outside::noisy", mutates_args=())
 def noisy(x: torch.Tensor) -> torch.Tensor:
     """An operation that draws and does not say so."""
