@@ -104,12 +104,14 @@ def test_a_predicted_peak_is_the_measured_one(
     assert measured <= predicted <= 1.01 * measured
 
 
-@pytest.mark.parametrize("recipe", [CONSUMED, ALL_CONSUMED], ids=str)
+@pytest.mark.parametrize(("recipe", "kib"), [(CONSUMED, 820), (ALL_CONSUMED, 740)])
 def test_the_gradient_of_a_head_that_waits_on_the_host_is_not_in_the_peak(
-    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe, kib: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    predicted, measured = peaks(recipe, 740 * KIB, 1, monkeypatch, head=True)
+    predicted, measured = peaks(recipe, kib * KIB, 1, monkeypatch, head=True)
     assert measured <= predicted <= 1.01 * measured
+    without_head = peaks(recipe, kib * KIB - WORDS * WIDTH * 2, 1, monkeypatch)[1]
+    assert measured <= 1.01 * without_head
 
 
 @pytest.mark.drawn(1)
