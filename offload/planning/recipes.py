@@ -144,6 +144,8 @@ class Prediction:
         front, states, of_head = copied if recipe.gradients == "consumed" else (0, [*nothing], 0)
         behind = training.state - training.front_state - sum(training.layer_state)
         share = busy.beside / max(1, training.state)  # of the arithmetic, for a byte of state
+        aside = training.aside_bytes(recipe, resident)  # for whose copy to the host backward waits
+        of_head, head_s = of_head + aside, share * behind + aside / self.link.d2h_bytes_per_s
         yield Interlude("state of the last step", 0.0, sent_bytes=front)
         yield Interlude("weights 0", 0.0, loaded_bytes=weights[0])
         forward_s = self.arithmetic_s / training.state if overlaps else 0.0  # as ``share``, beside the next forward
@@ -162,7 +164,7 @@ class Prediction:
                 if layer == last:
                     loss_s = forward_s * behind + plan.profile.loss_s
                     yield Interlude("loss", loss_s, plan.profile.loss_bytes, awaits="step behind")
-                    yield Interlude("state behind", share * behind, loaded_bytes=of_head, sent_bytes=of_head)
+                    yield Interlude("state behind", head_s, loaded_bytes=of_head, sent_bytes=of_head)
                 again = weights[layer - 1] if 0 < layer < last else 0  # the last two layers' are there since forward
                 yield Interlude(f"weights {layer - 1}", 0.0, loaded_bytes=again, awaits=waits)
                 arithmetic_s = share * training.layer_state[layer]

@@ -127,9 +127,14 @@ class TrainingBytes:
 
     def host_bytes(self, recipe: Recipe, resident: int = 0) -> int:
         """Host memory beside activations, all of it pinned but the state that the CPU steps."""
+        aside = self.aside_bytes(recipe, resident)
+        return self.layer_host_bytes(recipe) + self.state_bytes(recipe, resident)[1] + aside
+
+    def aside_bytes(self, recipe: Recipe, resident: int = 0) -> int:
+        """The gradient of a head that is copied to the host, from where it is loaded with the state."""
         state, gradient, number = self.head
-        sets_aside = recipe.gradients == "consumed" and state > self.slots and number not in self._resident(resident)
-        return self.layer_host_bytes(recipe) + self.state_bytes(recipe, resident)[1] + sets_aside * gradient
+        waits = recipe.gradients == "consumed" and state > self.slots and number not in self._resident(resident)
+        return gradient if waits else 0
 
     def layer_host_bytes(self, recipe: Recipe) -> int:
         """Pinned host memory of the layers' weights and gradients."""

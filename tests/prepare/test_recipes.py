@@ -277,6 +277,18 @@ def test_a_step_beside_the_next_forward_takes_what_forward_does_not_hide(forward
     assert beside(plan, CONSUMED, 0) == behind(plan, CONSUMED, 0)
 
 
+@pytest.mark.parametrize("backward_s", [20.0, 3.0], ids=["compute", "link"])
+def test_backward_waits_for_the_copy_of_a_gradient_that_is_set_aside(backward_s: float) -> None:
+    """Of a GiB, or for its load, which comes with the state, if the link is the limit."""
+    training = replace(EVEN, state=20 * GIB, parameter_state=(4 * GIB,) * 5, parameter_layer=(0, 1, 2, 3, -2))
+    plan = offload.plan(offload.Profile((offload.LayerProfile(1.0, backward_s, 0),) * 4), "1TiB", SLOW)
+    heads = training.head, (4 * GIB, GIB, 4)
+    before, after = (
+        Prediction(replace(training, head=head), SLOW, RESIDENT, 0, 0.0).step_s(plan, CONSUMED, 0) for head in heads
+    )
+    assert after == pytest.approx(before + 1)
+
+
 def test_reloads_of_activations_stand_behind_loads_of_state() -> None:
     """On one stream: a plan that offloads as much as the link carries alone is longer with state on it."""
     layer = offload.LayerProfile(2.0, 4.0, 2 * GIB)
