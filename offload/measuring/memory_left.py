@@ -29,7 +29,7 @@ from offload.optimizer.state import REMAINDER_BYTES, local
 from offload.optimizer.stepped_gradients import FreedGradient
 from offload.optimizer.stream import check_can_be_streamed
 from offload.planning.profile import Link
-from offload.planning.training_bytes import TrainingBytes
+from offload.planning.training_bytes import TrainingBytes, number_of_head
 
 _logger = logging.getLogger(__name__)
 
@@ -292,9 +292,14 @@ def training_bytes(
     if state_dtype is None:  # else all is stepped in chunks
         made = replace(made, step=max(bytes_of_step(optimizer, device) for optimizer in optimizers))
     # A part of the state can be resident where one optimizer has all of it, and picks the parameters.
-    count, (state_bytes, gradient_bytes, _) = len(optimizers), made.head
-    heads = count * state_bytes, count * gradient_bytes, -1  # each may have one, and has slots of its own
-    return made if count == 1 else replace(made, parameter_state=(), parameter_layer=(), head=heads)
+    if len(optimizers) == 1:
+        return made
+    aside = 0
+    for optimizer in optimizers:  # each has slots of its own
+        trained = [parts[one] for _, one in with_groups(optimizer) if one.requires_grad]
+        head = number_of_head([state.get(one, 0) for one in trained], NUM_SLOTS * chunk_bytes)
+        aside += 0 if head is None else trained[head].nbytes
+    return replace(made, parameter_state=(), parameter_layer=(), parameter_gradient=(), aside=aside)
 
 
 def _layouts_of(

@@ -268,7 +268,7 @@ class BackwardSteps:
         while sum(chunks for *_, chunks in [*self._flights][1:]) >= NUM_SLOTS:
             self._land()
 
-    def _step(self, parameters: list[torch.Tensor], *, owned: bool) -> None:
+    def _step(self, parameters: list[torch.Tensor], *, owned: bool, ends: bool = False) -> None:
         stepper, backend = self.stepper, self.stepper.backend
         states = [stepper.store.of(parameter) for parameter in parameters]
         found = (state.gradient if owned else state.parameter.grad for state in states)
@@ -279,7 +279,8 @@ class BackwardSteps:
         stepper.torn = CUT_OFF
         with torch.no_grad(), backend.running_on(self._stream):
             backend.wait(backend.compute_stream(), complete, StepWait.GRADIENT)
-            own_chunks = stepper.step([(self.groups[one], one) for one in parameters], self._aside.between)
+            between = self._aside.rest if ends else self._aside.between
+            own_chunks = stepper.step([(self.groups[one], one) for one in parameters], between)
             stepped = backend.compute_stream().record_event()
         stepper.counters["backward_chunks"] += stepper.counters["chunks"] - before
         for state in states:
@@ -333,8 +334,7 @@ class BackwardSteps:
         elif not self.runs:
             self._step_waiting()
             if (aside := self._aside.parameter) is not None:
-                self._aside.ends = True
-                self._step([], owned=True)
+                self._step([], owned=True, ends=True)
                 self._aside.forget()
                 self._seen[aside] = None, 0, aside._version
             while self._flights:

@@ -22,7 +22,6 @@ class SetAside:
 
     def __init__(self, stepper: ChunkStepper) -> None:
         self.parameter: torch.Tensor | None = None
-        self.ends = False  # whether all that is left is to be stepped now
         self._stepper = stepper
         self._chunks: deque[StateChunk] = deque()
         self._since = 0  # chunks of others since the last one
@@ -47,7 +46,7 @@ class SetAside:
         return True
 
     def between(self, chunks: list[StateChunk]) -> list[StateChunk]:
-        """The chunks of others with chunks of this parameter between them; with all that are left if it ``ends``."""
+        """The chunks of others, and chunks of this parameter between them."""
         found: list[StateChunk] = []
         for chunk in chunks:
             found.append(chunk)
@@ -55,13 +54,15 @@ class SetAside:
             if self._chunks and self._since >= BETWEEN:
                 found.append(self._chunks.popleft())
                 self._since = 0
-        while self.ends and self._chunks:
-            found.append(self._chunks.popleft())
         return found
+
+    def rest(self, chunks: list[StateChunk]) -> list[StateChunk]:
+        """The chunks of others, and all that are left of this parameter's behind them."""
+        return [*chunks, *self._chunks]
 
     def forget(self) -> None:
         """The step is made, or will not be."""
         if self.parameter is not None:
             self._stepper.store.of(self.parameter).forget_step()
-        self.parameter, self.ends, self._since = None, False, 0
+        self.parameter, self._since = None, 0
         self._chunks.clear()

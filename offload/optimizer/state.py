@@ -29,6 +29,7 @@ from offload.device.backend import Backend, Event
 from offload.host.page_locked import check_room
 from offload.host.pool import HostBuffer, HostPool, get_host_pool
 from offload.optimizer.proof import Proof, dtype_of_step, gradient_dtype, is_large, of_shape
+from offload.planning.training_bytes import number_of_head
 
 REMAINDER = "master_remainder"  # the name of the remainders in the state of a parameter
 REMAINDER_BYTES = 2  # of a weight
@@ -255,17 +256,19 @@ class StateStore:
         self._allocate(wanted)
 
     def reserve_aside(self, parameters: Sequence[torch.Tensor], slot_bytes: int) -> None:
-        """Provide host memory for the gradient of the largest parameter but the first, which backward comes to last.
+        """Provide host memory for the gradient of a model's head, with which backward begins, beside all activations.
 
-        Backward begins with the gradient of a model's head, beside all activations. The state of a head takes longer
-        to be loaded than the last layer to be recomputed, if not even all slots hold it.
+        That is the last parameter whose state not even all slots hold, as :func:`number_of_head` tells.
         """
-        largest = max(reversed(parameters[1:]), key=torch.Tensor.numel, default=None)
-        if largest is None or not self.proof.elementwise or hasattr(largest, "to_local"):
+        if not self.proof.elementwise:
             return
-        state, nbytes = self.of(largest), largest.numel() * self.bytes_per_element(largest)
-        if largest.requires_grad and not (state.resident or state.on_host) and nbytes > slot_bytes:
-            like = torch.empty_like(largest, dtype=gradient_dtype(largest), device="meta")
+        states = [one for one in map(self.of, parameters) if one.homes and not one.on_host]
+        sizes = [sum(home.nbytes for home in one.homes.values()) for one in states]
+        if (number := number_of_head(sizes, slot_bytes)) is None:
+            return
+        state = states[number]
+        if not (state.resident or hasattr(state.parameter, "to_local")):
+            like = torch.empty_like(state.parameter, dtype=gradient_dtype(state.parameter), device="meta")
             (state.set_aside,) = self._pinned([like])
 
     def _place(self, state: ParameterState, likes: _Likes) -> None:

@@ -52,7 +52,8 @@ class OptimizerStats(Stats):
     """Parameters, in all steps, for which ``optimizer.step()`` did not wait, as what reads them does."""
     loaded_bytes: int = 0
     """State copied from the host to the device, and weights and gradients that are on the host, where needed."""
-    written_bytes: int = 0  #: State copied from the device to the host, and weights that are on the host.
+    written_bytes: int = 0
+    """State copied from the device to the host, weights that are on the host, and a gradient that is set aside."""
     host_bytes: int = 0  #: Pinned host memory of the state, and of a gradient that is set aside.
     resident_bytes: int = 0  #: Device memory of the state that is not streamed.
     slot_bytes: int = 0  #: Device memory of the slots that chunks are loaded into.

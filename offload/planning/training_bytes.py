@@ -18,6 +18,15 @@ LAYERS_IN_FLIGHT = 2  # layers whose weights, or whose gradients, are on the dev
 GAP_BYTES = 1 << 10  # between two tensors in flat host memory there is no more than this
 
 
+def number_of_head(state: Sequence[int], slot_bytes: int) -> int | None:
+    """Which parameter's gradient backward sets aside on the host, of those with so much ``state``, in their order.
+
+    The last whose state is larger than all slots: it takes longer to be loaded than the next layer to be recomputed.
+    Not the first, which backward comes to at its end.
+    """
+    return next((number for number in range(len(state) - 1, 0, -1) if state[number] > slot_bytes), None)
+
+
 class Recipe(NamedTuple):
     """Where weights, gradients and optimizer state are, and who steps."""
 
@@ -72,8 +81,8 @@ class TrainingBytes:
     front_state: int = 0  # of the first parameters, those before the layers', which backward comes to last
     parameter_layer: tuple[int, ...] = ()  # the layer that has this parameter; -1 before the layers, -2 behind them
     step: int = 0  # device memory that ``optimizer.step()`` allocates if all state is on the device
-    head: tuple[int, int, int] = (0, 0, -1)
-    """Of the optimizer's largest parameter but the first: state, gradient, and number in :attr:`parameter_state`."""
+    parameter_gradient: tuple[int, ...] = ()  # of each of these parameters
+    aside: int = 0  # of several optimizers: the gradients that backward may set aside on the host
 
     @classmethod
     def of(
@@ -99,11 +108,8 @@ class TrainingBytes:
         largest, elements = max((one.nbytes for one in trained), default=0), sum(one.numel() for one in trained)
         weights, gradients, states = zip(*map(bytes_of, layers), strict=True)
         own, front = tuple(map(state_of, sized)), sum(map(state_of, in_front))
-        head = max(
-            ((state_of(one), one.nbytes, number) for number, one in enumerate(sized) if number), default=cls.head
-        )
         made = cls(*bytes_of(parameters), weights, gradients, states, largest, slots, elements, own, front, places)
-        return replace(made, head=head)
+        return replace(made, parameter_gradient=tuple(one.nbytes for one in sized))
 
     def held_bytes(self, recipe: Recipe, resident: int = 0) -> int:
         """Weights, state and slots on the device from step to step; ``resident`` bytes of streamed state are there."""
@@ -132,9 +138,15 @@ class TrainingBytes:
 
     def aside_bytes(self, recipe: Recipe, resident: int = 0) -> int:
         """The gradient of a head that is copied to the host, from where it is loaded with the state."""
-        state, gradient, number = self.head
-        waits = recipe.gradients == "consumed" and state > self.slots and number not in self._resident(resident)
-        return gradient if waits else 0
+        if recipe.gradients != "consumed":
+            return 0
+        # Layers whose weights are on the host give their gradients by themselves.
+        numbers = range(len(self.parameter_gradient))
+        own = [one for one in numbers if recipe.weights == "resident" or self.parameter_layer[one] < 0]
+        head = number_of_head([self.parameter_state[one] for one in own], self.slots)
+        if head is None or own[head] in self._resident(resident):
+            return self.aside
+        return self.parameter_gradient[own[head]]
 
     def layer_host_bytes(self, recipe: Recipe) -> int:
         """Pinned host memory of the layers' weights and gradients."""

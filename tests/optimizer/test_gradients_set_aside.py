@@ -9,7 +9,7 @@ from lab import Lab
 from models import Stop, assert_same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from training import OPTIMIZERS, WIDTH, adamw, batch, stream, values
+from training import OPTIMIZERS, WIDTH, adamw, assert_same_training, batch, stream, values
 
 from offload import HostMemoryError, memory_meter
 from offload.optimizer.chunks import StepWait
@@ -81,6 +81,40 @@ def test_the_same_bits_in_float32_of_bfloat16(lab: Lab) -> None:
     options |= {"in_backward": True, "consume_gradients": True}
     found, _ = trained(lab.device, "AdamW", torch.bfloat16, **options)
     assert_same(expected, found)
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+def test_the_last_large_parameter_is_set_aside_but_for_the_first_that_is_trained(trained: bool, lab: Lab) -> None:
+    """Also behind a larger one, as the experts of a layer are."""
+    model = Model(lab.device)
+    larger = nn.Parameter(torch.ones(2 * TOKENS, WIDTH, device=lab.device), requires_grad=trained)
+    parameters = [larger, model.head.weight]
+    parameters.insert(0 if trained else 2, model.norm.weight)
+    optimizer = adamw(parameters)
+    handle = stream(optimizer, in_backward=True, consume_gradients=True)
+    state_bytes = sum(2 * one.nbytes for one in parameters if one.requires_grad)
+    assert handle.stats().host_bytes == state_bytes + (model.head.weight.nbytes if trained else 0)
+
+
+def test_a_gradient_that_is_laid_out_otherwise_is_stepped_on_the_device(lab: Lab) -> None:
+    """As a hook of the program's may leave it: no copy brings its numbers into the parameter's order."""
+
+    def train(streamed: bool) -> list[torch.Tensor]:
+        model = Model(lab.device)
+
+        def turn(weight: torch.Tensor) -> None:
+            weight.grad = weight.grad.t().contiguous().t()
+
+        model.head.weight.register_post_accumulate_grad_hook(turn)
+        optimizer = adamw(model.parameters())
+        handle = stream(optimizer, in_backward=True, consume_gradients=True) if streamed else None
+        model.loss(0).backward()
+        optimizer.step()
+        written = 0 if handle is None else handle.stats().written_bytes
+        assert written == (handle.stats().host_bytes - model.head.weight.nbytes if handle else 0)  # the state alone
+        return values(model, optimizer)
+
+    assert_same_training(train)
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["head last", "head first"])

@@ -45,24 +45,27 @@ def test_sizes_of_recipes() -> None:
     assert host == pytest.approx(26 + 52)
 
 
+@pytest.mark.parametrize("layer", [-2, 0], ids=["behind the layers", "in a layer"])
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_a_head_whose_gradient_is_consumed_has_host_memory_for_it(recipe: Recipe) -> None:
-    """If its state is larger than all slots."""
-    before = LLAMA.host_bytes(recipe)
-    assert replace(LLAMA, head=(LLAMA.slots, GIB, 1)).host_bytes(recipe) == before
-    larger = replace(LLAMA, head=(LLAMA.slots + 1, GIB, 1))
-    assert larger.host_bytes(recipe) == before + (GIB if recipe.gradients == "consumed" else 0)
+def test_the_last_large_parameter_has_host_memory_for_its_gradient(recipe: Recipe, layer: int) -> None:
+    """Where gradients are consumed, and its own layer does not do that, as its weights are streamed."""
+
+    def more(*state: int) -> int:
+        sized = replace(LLAMA, parameter_state=state, parameter_layer=(-1, layer, -2), parameter_gradient=(1, GIB, 2))
+        return sized.host_bytes(recipe) - LLAMA.host_bytes(recipe)
+
+    large = LLAMA.slots + 1
+    assert more(large, LLAMA.slots, 1) == 0
+    counts = recipe == CONSUMED or (recipe == ALL_CONSUMED and layer < 0)
+    assert more(large, large, 1) == (GIB if counts else 0)
+    assert more(large, large, large) == (2 if recipe.gradients == "consumed" else 0)
 
 
-@pytest.mark.parametrize("resident", [0, 4 * GIB, 8 * GIB, 12 * GIB, 16 * GIB])
-def test_a_head_whose_state_is_resident_has_no_host_memory_for_its_gradient(resident: int) -> None:
-    one = replace(EVEN, slots=0)
-    numbers = list(evenly(4))[: resident // (4 * GIB)]
-    for number in range(4):
-        head = replace(one, head=(4 * GIB, GIB, number)).host_bytes(CONSUMED, resident) - one.host_bytes(
-            CONSUMED, resident
-        )
-        assert head == (0 if number in numbers else GIB)
+@pytest.mark.parametrize("copies", range(5))
+def test_a_head_whose_state_is_resident_has_no_host_memory_for_its_gradient(copies: int) -> None:
+    one, resident = replace(EVEN, parameter_gradient=(1, 2, 3, 4)), copies * 4 * GIB
+    more = one.host_bytes(CONSUMED, resident) - EVEN.host_bytes(CONSUMED, resident)
+    assert more == (0 if 3 in [*evenly(4)][:copies] else 4)
 
 
 def _without(budget_gib: int, host_gib: int | None = None) -> offload.TrainingPlan:
@@ -282,10 +285,8 @@ def test_backward_waits_for_the_copy_of_a_gradient_that_is_set_aside(backward_s:
     """Of a GiB, or for its load, which comes with the state, if the link is the limit."""
     training = replace(EVEN, state=20 * GIB, parameter_state=(4 * GIB,) * 5, parameter_layer=(0, 1, 2, 3, -2))
     plan = offload.plan(offload.Profile((offload.LayerProfile(1.0, backward_s, 0),) * 4), "1TiB", SLOW)
-    heads = training.head, (4 * GIB, GIB, 4)
-    before, after = (
-        Prediction(replace(training, head=head), SLOW, RESIDENT, 0, 0.0).step_s(plan, CONSUMED, 0) for head in heads
-    )
+    consumed = training, replace(training, parameter_gradient=(GIB,) * 5)
+    before, after = (Prediction(one, SLOW, RESIDENT, 0, 0.0).step_s(plan, CONSUMED, 0) for one in consumed)
     assert after == pytest.approx(before + 1)
 
 
