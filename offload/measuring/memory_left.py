@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from offload.base.checks import describe, format_bytes, warn_caller
+from offload.base.head import number_of_head
 from offload.base.layer_events import compute_device
 from offload.base.tensors import check_values
 from offload.device.select import get_backend
@@ -29,7 +30,7 @@ from offload.optimizer.state import REMAINDER_BYTES, local
 from offload.optimizer.stepped_gradients import FreedGradient
 from offload.optimizer.stream import check_can_be_streamed
 from offload.planning.profile import Link
-from offload.planning.training_bytes import TrainingBytes, number_of_head
+from offload.planning.training_bytes import TrainingBytes
 
 _logger = logging.getLogger(__name__)
 

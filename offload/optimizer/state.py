@@ -24,12 +24,12 @@ import torch
 
 from offload.base.checks import warn_caller
 from offload.base.evenly import evenly
+from offload.base.head import number_of_head
 from offload.base.tensors import own_storage
 from offload.device.backend import Backend, Event
 from offload.host.page_locked import check_room
 from offload.host.pool import HostBuffer, HostPool, get_host_pool
 from offload.optimizer.proof import Proof, dtype_of_step, gradient_dtype, is_large, of_shape
-from offload.planning.training_bytes import number_of_head
 
 REMAINDER = "master_remainder"  # the name of the remainders in the state of a parameter
 REMAINDER_BYTES = 2  # of a weight

@@ -8,6 +8,7 @@ from itertools import accumulate, takewhile
 from typing import Any, Literal, NamedTuple
 
 from offload.base.evenly import evenly
+from offload.base.head import number_of_head
 from offload.planning.profile import Link
 
 CPU_ELEMENTS_PER_S = 6e9
@@ -16,15 +17,6 @@ Only the order of recipes depends on it, and stepping on the CPU comes last anyw
 
 LAYERS_IN_FLIGHT = 2  # layers whose weights, or whose gradients, are on the device at once where they are streamed
 GAP_BYTES = 1 << 10  # between two tensors in flat host memory there is no more than this
-
-
-def number_of_head(state: Sequence[int], slot_bytes: int) -> int | None:
-    """Which parameter's gradient backward sets aside on the host, of those with so much ``state``, in their order.
-
-    The last whose state is larger than all slots: it takes longer to be loaded than the next layer to be recomputed.
-    Not the first, which backward comes to at its end.
-    """
-    return next((number for number in range(len(state) - 1, 0, -1) if state[number] > slot_bytes), None)
 
 
 class Recipe(NamedTuple):
