@@ -143,17 +143,17 @@ def test_chunks_of_the_head_come_between_those_of_layers(lab: Lab) -> None:
             stepped_numels.extend(one.numel() for group in self.param_groups for one in group["params"])
             super().step(closure)
 
-    layers, pieces = 16, 13
+    layers, pieces = 32, 13
     numels = [100, *[2048] * layers, pieces * 1024]  # one chunk of state each, and pieces of state and gradient
     weights = nn.ParameterList(torch.ones(numel, device=lab.device) for numel in numels)
     optimizer = Recorded(weights, lr=1e-2)
     stream(optimizer, in_backward=True, consume_gradients=True, chunk_bytes="16KiB")
-    between = ([2048] * 3 + [1024]) * 5 + [2048]
+    between = ([2048] * 8 + [1024]) * 3 + [2048] * 8
     for _ in range(2):
         stepped_numels.clear()
         sum(weight.square().sum() for weight in weights).backward()
         assert stepped_numels[: len(between)] == between
-        assert sorted(stepped_numels[len(between) :]) == [100, *[1024] * (pieces - 5)]
+        assert sorted(stepped_numels[len(between) :]) == [100, *[1024] * (pieces - 3)]
         optimizer.step()
 
 
