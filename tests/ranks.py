@@ -65,7 +65,8 @@ def be_rank(find: Callable[[int, int, torch.device], dict[Any, Any]], *, adverse
         torch.cuda.set_device(device)
     backend = get_backend(device)
     backend.poison = adverse
-    for stream in backend.copy_streams if adverse and kind == "cpu" else ():
+    streams = (*backend.copy_streams, backend.state_stream)
+    for stream in streams if adverse and kind == "cpu" else ():
         stream.delay_s = 0.0003
     with group(folder, rank, world, kind):
         found = find(rank, world, device)

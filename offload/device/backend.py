@@ -72,6 +72,11 @@ class Backend:
         """The d2h and the h2d stream that all contexts of this device share, as the link is shared."""
         return self.new_stream("d2h"), self.new_stream("h2d")
 
+    @functools.cached_property
+    def state_stream(self) -> Stream:
+        """The h2d stream of optimizer state: its loads wait for slots, and nothing that a layer needs waits behind."""
+        return self.new_stream("h2d")
+
     def new_stream(self, name: str) -> Stream:
         """A queue of its own."""
         return torch.Stream(device=self.device)

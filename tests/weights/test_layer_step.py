@@ -141,6 +141,21 @@ def test_the_bits_of_the_resident_run(name: str, lab: Lab) -> None:
     assert all(parameter.grad is None for parameter in loop.parameters)
 
 
+def test_weights_do_not_wait_behind_state(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which waits for slots, in a stream of its own."""
+    streams, copy_one = list[Any](), lab.backend.copy
+
+    def recorded(stream: Any, *tensors: torch.Tensor) -> None:
+        streams.append(stream)
+        copy_one(stream, *tensors)
+
+    monkeypatch.setattr(lab.backend, "copy", recorded)
+    loop = Loop(lab.device)
+    loop.steps(range(3))
+    assert streams.count(lab.h2d_stream) == loop.streamed.stats().loads  # a load is one copy
+    assert lab.state_stream in streams
+
+
 class Doubles(torch.optim.SGD):
     """Changes the gradients, as optimizers do that centralize them."""
 
