@@ -28,7 +28,7 @@ from offload.optimizer.forward import ForwardSteps
 from offload.optimizer.proof import prove, with_groups, without_parameters
 from offload.optimizer.state import holder_of, holders_of, local, spread
 
-CHUNK_BYTES = 128 << 20  # of state: AdamW's for 16 Mi parameters, in float32
+CHUNK_BYTES = 112 << 20  # of state: AdamW's for 14 Mi parameters in float32, a quarter of a matrix of 4,096 × 14,336
 MIN_CHUNKS = 16  # in which the state is streamed, if it is less than so many times the size of a chunk
 
 _REGISTER = "register_step_pre_hook"
@@ -279,7 +279,7 @@ def stream_optimizer(
             Parameters that :func:`stream_weights` holds on the host are stepped on the device that their layers compute
             on: with ``in_backward`` right after their layer's backward, and their gradients never go to the host.
         chunk_bytes: State in one chunk, and the size of each of six slots on the device: bytes, or a text such as
-            ``"128MiB"``; a sixteenth of all streamed state where that is less. Optimizers that are not elementwise,
+            ``"112MiB"``; a sixteenth of all streamed state where that is less. Optimizers that are not elementwise,
             such as Adafactor, are stepped parameter by parameter; their slots have the size of the largest one's state.
         max_host_bytes: The most pinned memory that the device's pool may have; no limit by default.
         resident_bytes: The most state that remains on the device, of whole parameters: the optimizer's first one, whose
@@ -315,7 +315,7 @@ def stream_optimizer(
     check_type("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
     chunk_size, resident = parse_bytes(chunk_bytes, "chunk_bytes"), parse_bytes(resident_bytes, "resident_bytes")
     if chunk_size < 1:
-        raise ValueError(f"chunk_bytes must be at least 1 byte, got {chunk_size}; leave it out for 128 MiB.")
+        raise ValueError(f"chunk_bytes must be at least 1 byte, got {chunk_size}; leave it out for 112 MiB.")
     check_float32(state_dtype, master_weights=master_weights)
     if consume_gradients and not in_backward:
         raise ValueError("consume_gradients must be False without in_backward=True, got True; pass both.")

@@ -334,7 +334,7 @@ def test_refused_optimizers() -> None:
 
 def test_refused_options() -> None:
     optimizer = adamw(nn.Linear(2, 2).parameters())
-    with pytest.raises(ValueError, match=r"chunk_bytes must be at least 1 byte, got 0; leave it out for 128 MiB\."):
+    with pytest.raises(ValueError, match=r"chunk_bytes must be at least 1 byte, got 0; leave it out for 112 MiB\."):
         stream(optimizer, chunk_bytes=0)
     with pytest.raises(TypeError, match="max_host_bytes must be an int"):
         stream(optimizer, max_host_bytes=1.5)

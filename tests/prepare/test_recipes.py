@@ -291,7 +291,7 @@ def test_backward_waits_for_the_copy_of_a_gradient_that_is_set_aside(backward_s:
 
 
 def test_reloads_of_activations_stand_behind_loads_of_state() -> None:
-    """On one stream: a plan that offloads as much as the link carries alone is longer with state on it."""
+    """On one link: a plan that offloads as much as the link carries alone is longer with state on it."""
     layer = offload.LayerProfile(2.0, 4.0, 2 * GIB)
     profile = offload.Profile((layer,) * 4)
     plan = offload.plan(profile, 5 * GIB, SLOW)
@@ -306,6 +306,15 @@ def test_the_last_two_layers_weights_are_there_when_backward_begins() -> None:
     host = Recipe("streamed", "host", "cpu")
     expected = 1 + 20 + 0.1 + 1 + 1 + 0.1 + 2 * GIB / 6e9
     assert _seconds(host, offload.LayerProfile(5.0, 0.1, 0)) == pytest.approx(expected, abs=0.11)
+
+
+def test_weights_are_loaded_when_the_stepped_ones_have_left_their_place() -> None:
+    """Of layers that are stepped in backward: the link idles until the last part of a layer is on the host."""
+    # Of the last layer, state and weights are there 6 seconds after backward has begun, and of the third 13: its load
+    # and that of the first layer's weights have begun late, and state is loaded until 22.
+    streamed = Recipe("streamed", "consumed", "streamed")
+    assert _seconds(streamed, offload.LayerProfile(5.0, 5.2, 0)) == pytest.approx(1 + 20 + 22)
+    assert _seconds(streamed, offload.LayerProfile(5.0, 6.5, 0)) == pytest.approx(1 + 20 + 4 * 6.5)
 
 
 def test_state_that_backward_comes_to_last_is_copied_to_the_host_beside_the_next_forward() -> None:
