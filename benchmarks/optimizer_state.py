@@ -133,14 +133,16 @@ def torchao_row(run: Run, row: Row) -> None:
 
 
 def finished(rows: list[Row], duplex_bytes_per_s: float) -> None:
-    """Add to each row what follows from others: the limit of the link, and how the times compare."""
+    """Add to each row what follows from others of its run: the limit of the link, and how the times compare."""
+
+    def same(row: Row) -> tuple[Any, ...]:
+        return row["date"], row["tokens"], row["microbatches"]
+
     timed_rows = [row for row in rows if "step_s" in row]
-    resident_s = {
-        (row["tokens"], row["microbatches"]): row["step_s"] for row in timed_rows if row["what"] == "resident"
-    }
+    resident_s = {same(row): row["step_s"] for row in timed_rows if row["what"] == "resident"}
     for row in timed_rows:
         row.setdefault("link_s", row.get("link_bytes", 0) / duplex_bytes_per_s)  # rows of other runs have it
-        if compute_s := resident_s.get((row["tokens"], row["microbatches"])):
+        if compute_s := resident_s.get(same(row)):
             row["to_resident"] = row["step_s"] / compute_s
             row["to_limit"] = row["step_s"] / max(compute_s, row["link_s"])
 

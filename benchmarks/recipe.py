@@ -45,8 +45,8 @@ from offload.planning.training_bytes import RECIPES, Recipe, TrainingBytes
 BUDGETS_GIB = (24, 32, 48, 80, 140)
 MOST_PINNED_GIB = 100.0
 MOST_PINNED = f"{MOST_PINNED_GIB:.0f}GiB"
-UNTIL_SETTLED = 12
-"""Steps before those that are timed, if there is time: measured, changed over, compared."""
+UNTIL_SETTLED = 40
+"""Steps before those that are timed, if there is time: measured, changed over, three kinds of plans compared."""
 LEAST_UNTIL_SETTLED = 4
 STEPS = 3
 SMALL_BUDGET = 1 << 20

@@ -195,7 +195,7 @@ def optimizer_state(_page: Path) -> str:
     pinned = sorted({gib1(row["pinned_bytes"]) for row in rows if row["link_s"]})
     return (
         f"{where(record, rows, by_row=False)} Llama-8B's shape in bfloat16, fused AdamW with float32 moments, "
-        f"checkpointed: time against resident state, and peak. The copies of the state alone take {copies} s; "
+        f"checkpointed: time against the same run's resident state, and peak. The copies alone take {copies} s; "
         f"{' to '.join(pinned)} GiB are pinned. Parameters of a smaller model are bit-identical.\n\n"
         f"{markdown_table(shown, left=1)}\n"
     )
