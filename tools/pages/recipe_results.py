@@ -190,12 +190,13 @@ def optimizer_state(_page: Path) -> str:
         return f"the same{more}" if more else what.replace("beside the next forward", "while the next forward runs")
 
     shown = [{"optimizer state": name(what)} | {title(size): cell(what, size) for size in sizes} for what in WAYS]
-    link = sorted({f"{row['link_s']:.2f}" for row in rows if row["link_s"]})
-    copies = f"{link[0]} to {link[-1]}" if len(link) > 1 else link[0]
-    pinned = sorted({gib1(row["pinned_bytes"]) for row in rows if row["link_s"]})
+    link, pinned = zip(
+        *((f"{row['link_s']:.2f}", gib1(row["pinned_bytes"])) for row in rows if row["link_s"]), strict=True
+    )
+    copies, memory = (f"{min(one)} to {max(one)}" for one in (link, pinned))
     return (
         f"{where(record, rows, by_row=False)} Llama-8B's shape in bfloat16, fused AdamW with float32 moments, "
         f"checkpointed: time against the same run's resident state, and peak. The copies alone take {copies} s; "
-        f"{' to '.join(pinned)} GiB are pinned. Parameters of a smaller model are bit-identical.\n\n"
+        f"{memory} GiB are pinned. Parameters of a smaller model are bit-identical.\n\n"
         f"{markdown_table(shown, left=1)}\n"
     )
