@@ -190,10 +190,9 @@ def optimizer_state(_page: Path) -> str:
         return f"the same{more}" if more else what.replace("beside the next forward", "while the next forward runs")
 
     shown = [{"optimizer state": name(what)} | {title(size): cell(what, size) for size in sizes} for what in WAYS]
-    link, pinned = zip(
-        *((f"{row['link_s']:.2f}", gib1(row["pinned_bytes"])) for row in rows if row["link_s"]), strict=True
-    )
-    copies, memory = (f"{min(one)} to {max(one)}" for one in (link, pinned))
+    copied = [row for row in rows if row["link_s"]]
+    link, pinned = ([row[key] for row in copied] for key in ("link_s", "pinned_bytes"))
+    copies, memory = f"{min(link):.2f} to {max(link):.2f}", f"{gib1(min(pinned))} to {gib1(max(pinned))}"
     return (
         f"{where(record, rows, by_row=False)} Llama-8B's shape in bfloat16, fused AdamW with float32 moments, "
         f"checkpointed: time against the same run's resident state, and peak. The copies alone take {copies} s; "
