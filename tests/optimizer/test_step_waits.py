@@ -1,5 +1,7 @@
 """Each wait of streamed optimizer state is needed: without it, and with bad timing, a number is wrong."""
 
+import gc
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -11,7 +13,7 @@ from models import assert_same
 from torch import nn
 from training import OPTIMIZERS, Training, adamw, resident, stream
 
-from offload import memory_meter, stream_optimizer
+from offload import empty_host_cache, memory_meter, stream_optimizer
 from offload.optimizer.chunks import StepWait
 
 LATE_S = 0.02
@@ -278,3 +280,34 @@ def test_the_second_step_takes_as_much_memory_as_any_later_one(lab: Lab) -> None
     assert slot_bytes[0] > 0
     assert len({*slot_bytes}) == 1
     assert len({*peak_bytes[1:]}) == 1
+
+
+def test_the_system_gets_memory_back_when_no_load_reads_it(lab: Lab) -> None:
+    """Also one that nobody waits for, as the step of an earlier chunk has failed."""
+
+    class Failing(torch.optim.SGD):
+        fails = False
+
+        def step(self, closure: Any = None) -> None:
+            super().step(closure)
+            if self.fails:
+                raise ArithmeticError
+
+    weights = [nn.Parameter(torch.ones(1024, device=lab.device)) for _ in range(6)]
+    optimizer = Failing(weights, lr=0.1, momentum=0.5)
+    stream(optimizer, chunk_bytes="4KiB")
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    lab.slow(h2d_s=5 * LATE_S)
+    Failing.fails = True
+    with pytest.raises(ArithmeticError):
+        optimizer.step()
+    lab.slow()
+    loaded = lab.state_stream.record_event()
+    assert not loaded.query()
+    del optimizer
+    gc.collect()
+    while not empty_host_cache(lab.device):  # the CPU's copies hold what they read; a GPU's do not
+        time.sleep(LATE_S)
+    assert loaded.query()
