@@ -30,6 +30,7 @@ from offload.optimizer.proof import with_groups
 from offload.optimizer.set_aside import SetAside
 from offload.optimizer.state import WeightHolder, holders_of, local
 from offload.optimizer.stepped_gradients import FreedGradient, SteppedGradient, caller, drop_freed
+from offload.optimizer.stepped_parameters import allow_reads, tell_reads
 
 _logger = logging.getLogger(__name__)
 
@@ -197,6 +198,7 @@ class BackwardSteps:
             self._check_last(parameter)
             store.of(parameter).gradient, parameter.grad = parameter.grad, None
             if not self._seen and self._aside.take(self.groups[parameter], parameter):
+                tell_reads([parameter])
                 return  # it is the first: all activations are there
         self._waiting[parameter] = None
         self._room -= local(parameter).numel() * store.bytes_per_element(parameter)
@@ -286,6 +288,7 @@ class BackwardSteps:
         for state in states:
             kept = None if owned else state.parameter.grad
             self._seen[state.parameter] = kept, 0 if kept is None else kept._version, state.parameter._version
+        tell_reads(state.parameter for state in states if not state.on_host)
         self._flights.append((gradients, stepped, owned, own_chunks))
 
     def _land(self) -> None:
@@ -301,6 +304,7 @@ class BackwardSteps:
 
     def _drop(self) -> None:
         """Forget what backward has left undone, and wait until nothing runs beside compute."""
+        allow_reads(self.groups)
         for parameter in self._waiting:
             self.stepper.store.of(parameter).forget_step()
         self._waiting.clear()
@@ -339,6 +343,7 @@ class BackwardSteps:
                 self._seen[aside] = None, 0, aside._version
             while self._flights:
                 self._land()
+            allow_reads(self.groups)
             self.stepper.torn = ""
             if self._leave and not self._left:
                 self._left = self._spread()

@@ -43,9 +43,12 @@ REFUSED = (
     "of the streamed optimizer's handle first."
 )
 _SET_GRADIENT = _tensor.grad.__set__
-_READ_NO_NUMBER = {  # zero_grad() and clipping read some of these, and what counts memory reads others
-    getattr(_tensor, name).__get__
-    for name in ("grad", "requires_grad", "is_leaf", "device", "dtype", "layout", "shape", "nbytes", "_version")
+READ_NO_NUMBER = {  # zero_grad() and clipping read some of these, layers and what counts memory read others
+    *(_tensor.size, _tensor.dim, _tensor.numel, _tensor.is_floating_point),
+    *(
+        getattr(_tensor, name).__get__
+        for name in ("grad", "requires_grad", "is_leaf", "device", "dtype", "layout", "shape", "nbytes", "_version")
+    ),
 }
 
 
@@ -54,7 +57,7 @@ class Unread:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in _READ_NO_NUMBER or function == _SET_GRADIENT:
+        if function in READ_NO_NUMBER or function == _SET_GRADIENT:
             with without_torch_function():
                 found = function(*args, **kwargs or {})
             return found  # noqa: RET504  inside of the block, an interrupt would leave it without its end

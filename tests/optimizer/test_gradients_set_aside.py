@@ -134,6 +134,21 @@ def test_backward_has_the_memory_of_the_gradient(first: bool, lab: Lab) -> None:
         optimizer.zero_grad()
 
 
+def test_a_recomputation_that_reads_the_head_is_refused(lab: Lab) -> None:
+    """Some of its chunks may be stepped by then."""
+    model = Model(lab.device)
+    optimizer = adamw(model.parameters())
+    stream(optimizer, in_backward=True, consume_gradients=True)
+
+    def tied(x: torch.Tensor) -> torch.Tensor:
+        return model.body(x) * model.head.weight.detach().mean()
+
+    hidden = checkpoint(tied, batch(0, model), use_reentrant=False)
+    with pytest.raises(RuntimeError, match="no recomputation must read it after its step"):
+        model.head(model.norm(hidden)).square().mean().backward()
+    assert type(model.head.weight) is nn.Parameter
+
+
 def test_chunks_of_the_head_come_between_those_of_layers(lab: Lab) -> None:
     """Else the first layers' gradients would wait behind all of the head's on the link."""
     stepped_numels: list[int] = []

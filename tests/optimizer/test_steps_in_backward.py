@@ -3,6 +3,7 @@
 import copy
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -310,6 +311,61 @@ def test_a_second_gradient_is_refused(lab: Lab) -> None:
     run.backward(0)
     with pytest.raises(RuntimeError, match=r"one gradient in each step .* aten\.add_\..* freed; .* run all micro"):
         run.backward(1)
+
+
+class Gated(nn.Module):
+    """Its gate's gradient is complete before the recomputation, which ``reads`` something of the gate."""
+
+    def __init__(self, reads: Callable[[torch.Tensor], torch.Tensor | float]) -> None:
+        super().__init__()
+        self.linear, self.gate = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
+        self.reads = reads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = checkpoint(lambda x: self.linear(x).tanh() * self.reads(self.gate), x, use_reentrant=False)
+        return y + self.gate
+
+
+def gated(lab: Lab, reads: Callable[[torch.Tensor], Any], streamed: bool, **options: Any) -> list[torch.Tensor]:
+    """The parameters after three steps, each beside backward as soon as its gradient is complete."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Gated(reads) for _ in range(3))).to(lab.device)
+    optimizer = adamw(model.parameters())
+    if streamed:
+        stream(optimizer, in_backward=True, chunk_bytes=64, **options)
+    for _ in range(3):
+        model(torch.randn(4, WIDTH, device=lab.device)).square().mean().backward()
+        assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("options", [{}, {"consume_gradients": True}], ids=["kept", "consumed"])
+def test_a_recomputation_that_reads_a_stepped_parameter_is_refused(options: dict[str, Any], lab: Lab) -> None:
+    """It would compute with the new numbers; autograd sees only what it has saved."""
+    with pytest.raises(
+        RuntimeError, match=r"no recomputation must read it after its step.* leave what reads it out of"
+    ):
+        gated(lab, lambda gate: gate.detach().sigmoid(), streamed=True, **options)
+    kept = [
+        gated(lab, lambda gate: 1 / gate.numel() / gate.shape[0], streamed, **options) for streamed in (True, False)
+    ]
+    assert_same(*kept)
+
+
+def test_parameters_can_be_read_after_a_backward_that_was_refused(lab: Lab) -> None:
+    model = nn.Sequential(*(Gated(torch.Tensor.detach) for _ in range(3))).to(lab.device)
+    optimizer = adamw(model.parameters())
+    handle = stream(optimizer, in_backward=True, chunk_bytes=64)
+    loss = model(torch.randn(4, WIDTH, device=lab.device)).square().mean()
+    with pytest.raises(RuntimeError, match="no recomputation must read it"):
+        loss.backward()
+    assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
+    with pytest.raises(RuntimeError, match="load both from a checkpoint"):
+        optimizer.step()
+    with pytest.warns(UserWarning, match="load both from a checkpoint"):
+        handle.remove()
 
 
 def clipped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
