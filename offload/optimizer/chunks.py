@@ -11,6 +11,7 @@ they are not on the device already, and the weights are written with the state.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
@@ -190,9 +191,15 @@ class ChunkStepper:
                 state.gradient = gradient.redistribute(placements=placements)
         own_chunks = self.split(parameters)
         chunks, loaded = between(own_chunks), list[Loaded]()
-        for number in range(len(chunks)):
-            loaded += map(self.load, chunks[len(loaded) : number + NUM_SLOTS])
-            self.step_chunk(loaded[number])
+        try:
+            for number in range(len(chunks)):
+                loaded += map(self.load, chunks[len(loaded) : number + NUM_SLOTS])
+                self.step_chunk(loaded[number])
+        except BaseException:
+            # Loads of later chunks still write slots, whose memory compute gets if the program drops the optimizer.
+            with contextlib.suppress(RuntimeError):  # a copy that has failed is over, too
+                self.backend.wait(self.backend.compute_stream(), self._h2d_stream.record_event(), StepWait.SLOT)
+            raise
         for _, parameter in parameters:
             state = self.store.of(parameter)
             state.forget_step()

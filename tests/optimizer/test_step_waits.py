@@ -282,32 +282,47 @@ def test_the_second_step_takes_as_much_memory_as_any_later_one(lab: Lab) -> None
     assert len({*peak_bytes[1:]}) == 1
 
 
-def test_the_system_gets_memory_back_when_no_load_reads_it(lab: Lab) -> None:
-    """Also one that nobody waits for, as the step of an earlier chunk has failed."""
+class Failing(torch.optim.SGD):
+    """Of which a step fails behind its first chunk."""
 
-    class Failing(torch.optim.SGD):
-        fails = False
+    fails = False
 
-        def step(self, closure: Any = None) -> None:
-            super().step(closure)
-            if self.fails:
-                raise ArithmeticError
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        if self.fails:
+            raise ArithmeticError
 
+
+def after_a_step_that_fails(lab: Lab) -> torch.optim.Optimizer:
+    """While the loads of its other chunks still run."""
     weights = [nn.Parameter(torch.ones(1024, device=lab.device)) for _ in range(6)]
     optimizer = Failing(weights, lr=0.1, momentum=0.5)
     stream(optimizer, chunk_bytes="4KiB")
     for weight in weights:
         weight.grad = torch.ones_like(weight)
     optimizer.step()
-    lab.slow(h2d_s=5 * LATE_S)
-    Failing.fails = True
+    lab.slow(h2d_s=LATE_S)
+    optimizer.fails = True
     with pytest.raises(ArithmeticError):
         optimizer.step()
     lab.slow()
+    return optimizer
+
+
+def test_compute_is_behind_all_loads_of_a_step_that_fails(lab: Lab) -> None:
+    """It gets the memory of their slots if the program drops the optimizer."""
+    optimizer = after_a_step_that_fails(lab)
     loaded = lab.state_stream.record_event()
-    assert not loaded.query()
+    lab.finish_compute()
+    assert loaded.query()
+    del optimizer
+
+
+def test_the_system_gets_memory_back_when_no_load_reads_it(lab: Lab) -> None:
+    optimizer = after_a_step_that_fails(lab)
+    loaded = lab.state_stream.record_event()
     del optimizer
     gc.collect()
-    while not empty_host_cache(lab.device):  # the CPU's copies hold what they read; a GPU's do not
+    while not empty_host_cache(lab.device):
         time.sleep(LATE_S)
     assert loaded.query()
