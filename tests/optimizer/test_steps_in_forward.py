@@ -116,6 +116,20 @@ def test_a_reader_waits(reader: str, lab: Lab) -> None:
     assert isinstance(late.weight.grad, torch.Tensor | None)
 
 
+def test_who_asks_for_sizes_does_not_wait(lab: Lab) -> None:
+    late = Late(lab)
+
+    def sizes() -> list[Any]:
+        one = late.weight
+        return [one.size(), one.dim(), one.numel(), one.shape, one.dtype, one.nbytes, one.is_floating_point()]
+
+    before = sizes()
+    late.step()
+    assert sizes() == before
+    assert type(late.weight) is not nn.Parameter
+    late.handle.synchronize()
+
+
 @pytest.mark.timeout(60)
 def test_another_thread_reads_what_the_program_is_about_to_leave(lab: Lab) -> None:
     """One that logs weights: the parameter has its numbers afterwards."""
