@@ -147,7 +147,8 @@ def failing_copy(lab: Lab, n: int | None) -> Iterator[Countdown]:
             countdown()
         except OSError as error:
             # Behind loads that are queued: which of them tell of it must not depend on how busy the machine is.
-            stream.wait_event(lab.h2d_stream.record_event())
+            for loads in (lab.h2d_stream, lab.weight_stream, lab.state_stream):
+                stream.wait_event(loads.record_event())
             stream.submit(functools.partial(_raise, error))
         else:
             copy(stream, target, source)

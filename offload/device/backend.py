@@ -73,9 +73,9 @@ class Backend:
         return self.new_stream("d2h"), self.new_stream("h2d")
 
     @functools.cached_property
-    def state_stream(self) -> Stream:
-        """The h2d stream of optimizer state: its loads wait for slots, and nothing that a layer needs waits behind."""
-        return self.new_stream("h2d")
+    def slot_streams(self) -> tuple[Stream, Stream]:
+        """The h2d streams of weights and of optimizer state: their loads wait for slots, and nothing else behind."""
+        return self.new_stream("h2d"), self.new_stream("h2d")
 
     def new_stream(self, name: str) -> Stream:
         """A queue of its own."""

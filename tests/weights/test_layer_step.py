@@ -141,8 +141,8 @@ def test_the_bits_of_the_resident_run(name: str, lab: Lab) -> None:
     assert all(parameter.grad is None for parameter in loop.parameters)
 
 
-def test_weights_do_not_wait_behind_state(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which waits for slots, in a stream of its own."""
+def test_nothing_waits_behind_loads_that_wait_for_slots(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of weights and of state are in streams of their own."""
     streams, copy_one = list[Any](), lab.backend.copy
 
     def recorded(stream: Any, *tensors: torch.Tensor) -> None:
@@ -152,8 +152,9 @@ def test_weights_do_not_wait_behind_state(lab: Lab, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(lab.backend, "copy", recorded)
     loop = Loop(lab.device)
     loop.steps(range(3))
-    assert streams.count(lab.h2d_stream) == loop.streamed.stats().loads  # a load is one copy
+    assert streams.count(lab.weight_stream) == loop.streamed.stats().loads  # a load is one copy
     assert lab.state_stream in streams
+    assert lab.h2d_stream not in streams
 
 
 class Doubles(torch.optim.SGD):

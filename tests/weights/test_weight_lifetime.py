@@ -289,7 +289,7 @@ def test_stats(device: torch.device, lab: Lab, monkeypatch: pytest.MonkeyPatch) 
     gradients(layers, x)
     addresses = [parameter.grad.data_ptr() for parameter in layers.parameters()]
     stats = handle.stats()
-    assert stats.loads == copies.count(lab.h2d_stream) == 2 * LAYERS - 2  # a load is one copy
+    assert stats.loads == copies.count(lab.weight_stream) == 2 * LAYERS - 2  # a load is one copy
     assert stats.loaded_bytes == stats.weight_bytes * (2 * LAYERS - 2) // LAYERS
     assert stats.late_loads == 1
     assert stats.gradient_bytes == weights

@@ -78,7 +78,7 @@ def test_copies_run_beside_compute(lab: Lab) -> None:
 
     def in_forward(*_: object) -> None:
         seen.append(handle.stats().loaded_bytes - loaded_bytes == 4 * layer_bytes)
-        seen.append(moves_while_held(lab, lab.h2d_stream))
+        seen.append(moves_while_held(lab, lab.weight_stream))
 
     def in_backward(*_: object) -> None:
         seen.append(handle.stats().gradient_bytes - gradient_bytes == 3 * layer_bytes)

@@ -321,9 +321,9 @@ class Failing(Linear):
 
 
 def load_is_over(lab: Lab) -> bool:
-    queued = lab.h2d_stream.record_event()
+    queued = lab.weight_stream.record_event()
     lab.slow()
-    lab.settle(lab.h2d_stream, patience_s=5 * LATE_S)
+    lab.settle(lab.weight_stream, patience_s=5 * LATE_S)
     return bool(queued.query())
 
 
