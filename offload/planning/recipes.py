@@ -7,8 +7,7 @@ recipe and those of the plan share one simulated link.
 Weights are loaded one layer ahead. In backward, the state of a layer is loaded from the layer's start on, and is copied
 to the host after that; the optimizer's arithmetic takes compute's time. Compute waits for state two layers later, as
 gradients are held until then, and for all of it at the end of backward, which has nothing to hide the last loads. The
-copies of these to the host run beside the next forward. Weights that are stepped in backward
-leave their place on the device to those of another layer once they are on the host.
+copies of these to the host run beside the next forward.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ LEAST_SHARE = 0.05  # of the link, for activations beside copies that need all o
 SHARES = 8  # in so many parts a link is divided for that: recipes share plans
 FINER = 2  # so many amounts of memory for activations are tried from each power of two to the next
 MARGIN = 0.02  # of the budget, what state leaves free that is resident because the activations do not need the memory
-STATE_PARTS = 4  # in so many a layer's state is copied to the host, each behind its load: about half of the slots each
 WORTH = 0.01  # by what part two predicted steps may differ that are as good as each other: a change takes many steps
 
 
@@ -168,12 +166,10 @@ class Prediction:
                     yield Interlude("loss", loss_s, plan.profile.loss_bytes, awaits="step behind")
                     yield Interlude("state behind", head_s, loaded_bytes=of_head, sent_bytes=of_head)
                 again = weights[layer - 1] if 0 < layer < last else 0  # the last two layers' are there since forward
-                stepped = f"state {layer + 1}" if recipe.gradients == "consumed" else ""
-                yield Interlude(f"weights {layer - 1}", 0.0, loaded_bytes=again, awaits=waits, behind=stepped)
-                part_s = share * training.layer_state[layer] / STATE_PARTS
+                yield Interlude(f"weights {layer - 1}", 0.0, loaded_bytes=again, awaits=waits)
+                arithmetic_s = share * training.layer_state[layer]
                 state, held = states[layer], f"state {layer + 2}"  # so many gradients are held until they are stepped
-                copies = 0, state / STATE_PARTS, (state + sent[layer]) / STATE_PARTS
-                yield from [Interlude(f"state {layer}", part_s, *copies, awaits=held)] * STATE_PARTS
+                yield Interlude(f"state {layer}", arithmetic_s, 0, state, state + sent[layer], awaits=held)
             yield from [point] * calls[layer]
         yield Interlude("state in front", 0.0, loaded_bytes=front, awaits="state 0")
         yield Interlude("step", share * training.front_state + busy.step * (not overlaps), awaits="state in front")

@@ -32,10 +32,9 @@ class Interlude(NamedTuple):
     label: str
     duration_s: float
     nbytes: int = 0  # device memory that it needs while it runs
-    loaded_bytes: float = 0  # copied to the device from its start on; who ``awaits`` the copy waits for it
-    sent_bytes: float = 0  # copied to the host after that
+    loaded_bytes: int = 0  # copied to the device from its start on; an interlude that ``awaits`` the copy waits for it
+    sent_bytes: int = 0  # copied to the host after that
     awaits: str = ""  # the label of the interlude whose load is over before it starts
-    behind: str = ""  # the label of the one whose copy to the host is over before the load starts
 
 
 def simulate(
@@ -179,7 +178,6 @@ def _tasks(
     """What the three streams do, in the order in which it is queued."""
     copies = defaultdict[int, list[_Task]](list)  # of each layer's tensors in order: to the host, later back
     loads: dict[str, _Task] = {}  # of interludes, by their labels
-    sends: dict[str, _Task] = {}
 
     def hold(nbytes: int, after: _Task | None = None) -> _Task:
         """So many more, or fewer, bytes are on the device from here on; compute waits for ``after`` before that."""
@@ -189,13 +187,10 @@ def _tasks(
         if isinstance(step, Interlude):
             yield (last := hold(0, loads.get(step.awaits)))
             if step.loaded_bytes:
-                if step.behind in sends:
-                    yield _Task("h2d", "reload", 0.0, after=sends[step.behind])
                 yield (last := _Task("h2d", "reload", step.loaded_bytes, step.label, after=last))
                 loads[step.label] = last
             if step.sent_bytes:
-                yield (sent := _Task("d2h", "offload", step.sent_bytes, step.label, after=last))
-                sends[step.label] = sent
+                yield _Task("d2h", "offload", step.sent_bytes, step.label, after=last)
             nbytes = step.nbytes
             yield _Task("compute", "other", step.duration_s, step.label, taken_bytes=nbytes, freed_bytes=nbytes)
             continue

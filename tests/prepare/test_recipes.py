@@ -308,15 +308,6 @@ def test_the_last_two_layers_weights_are_there_when_backward_begins() -> None:
     assert _seconds(host, offload.LayerProfile(5.0, 0.1, 0)) == pytest.approx(expected, abs=0.11)
 
 
-def test_weights_are_loaded_when_the_stepped_ones_have_left_their_place() -> None:
-    """Of layers that are stepped in backward: the link idles until the last part of a layer is on the host."""
-    # Of the last layer, state and weights are there 6 seconds after backward has begun, and of the third 13: its load
-    # and that of the first layer's weights have begun late, and state is loaded until 22.
-    streamed = Recipe("streamed", "consumed", "streamed")
-    assert _seconds(streamed, offload.LayerProfile(5.0, 5.2, 0)) == pytest.approx(1 + 20 + 22)
-    assert _seconds(streamed, offload.LayerProfile(5.0, 6.5, 0)) == pytest.approx(1 + 20 + 4 * 6.5)
-
-
 def test_state_that_backward_comes_to_last_is_copied_to_the_host_beside_the_next_forward() -> None:
     """Where it delays the copies of activations, which forward waits for."""
     training = replace(EVEN, state=24 * GIB, front_state=8 * GIB, parameter_state=(8 * GIB, *EVEN.layer_state))
