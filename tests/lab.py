@@ -28,13 +28,12 @@ def mapped(address: int) -> bool:
 def late_copies(delay_s: float) -> Iterator[None]:
     """Copies of the CPU come late, and device memory that was let go holds garbage: a missing wait shows."""
     backend = get_backend("cpu")
-    streams = (*backend.copy_streams, *backend.slot_streams)
-    for stream in streams:
+    for stream in backend.all_copy_streams:
         stream.delay_s = delay_s
     backend.poison = True
     yield
     backend.poison = False
-    for stream in streams:
+    for stream in backend.all_copy_streams:
         stream.delay_s = 0.0
 
 
@@ -76,7 +75,7 @@ class Lab:
         self.backend = backend
         self.device = backend.device
         self.d2h_stream, self.h2d_stream = backend.copy_streams
-        self.weight_stream, self.state_stream = backend.slot_streams
+        self.weight_stream, (self.state_d2h_stream, self.state_stream) = backend.weight_stream, backend.state_streams
         self._monkeypatch = monkeypatch
         self._on_cpu = backend.device.type == "cpu"
         self._copies = {name: getattr(backend, name) for name in ("copy", "memcpy") if hasattr(backend, name)}
@@ -94,8 +93,8 @@ class Lab:
 
     def slow(self, *, d2h_s: float = 0.0, h2d_s: float = 0.0) -> None:
         """Let each copy of a direction begin that many seconds later."""
-        h2d_streams = self.h2d_stream, self.weight_stream, self.state_stream
-        delays = ((self.d2h_stream, d2h_s), *((stream, h2d_s) for stream in h2d_streams))
+        d2h_streams = self.d2h_stream, self.state_d2h_stream
+        delays = [(one, d2h_s if one in d2h_streams else h2d_s) for one in self.backend.all_copy_streams]
         if self._on_cpu:
             for stream, delay_s in delays:
                 stream.delay_s = delay_s
@@ -225,7 +224,7 @@ class Lab:
     def drain(self) -> None:
         """Wait until all work queued so far is done."""
         if self._on_cpu:
-            for stream in (self.backend.compute_stream(), *self.backend.copy_streams, *self.backend.slot_streams):
+            for stream in (self.backend.compute_stream(), *self.backend.all_copy_streams):
                 stream.synchronize()
         else:
             torch.accelerator.synchronize(self.device)

@@ -65,8 +65,7 @@ def be_rank(find: Callable[[int, int, torch.device], dict[Any, Any]], *, adverse
         torch.cuda.set_device(device)
     backend = get_backend(device)
     backend.poison = adverse
-    streams = (*backend.copy_streams, *backend.slot_streams)
-    for stream in streams if adverse and kind == "cpu" else ():
+    for stream in backend.all_copy_streams if adverse and kind == "cpu" else ():
         stream.delay_s = 0.0003
     with group(folder, rank, world, kind):
         found = find(rank, world, device)

@@ -73,9 +73,18 @@ class Backend:
         return self.new_stream("d2h"), self.new_stream("h2d")
 
     @functools.cached_property
-    def slot_streams(self) -> tuple[Stream, Stream]:
-        """The h2d streams of weights and of optimizer state: their loads wait for slots, and nothing else behind."""
-        return self.new_stream("h2d"), self.new_stream("h2d")
+    def weight_stream(self) -> Stream:
+        """The h2d stream of weights: their loads wait for slots, and activations must not wait behind them."""
+        return self.new_stream("h2d")
+
+    @functools.cached_property
+    def state_streams(self) -> tuple[Stream, Stream]:
+        """The d2h and the h2d stream of optimizer state, whose copies wait for slots and for steps, and none behind."""
+        return self.new_stream("d2h"), self.new_stream("h2d")
+
+    @property
+    def all_copy_streams(self) -> tuple[Stream, ...]:
+        return *self.copy_streams, self.weight_stream, *self.state_streams
 
     def new_stream(self, name: str) -> Stream:
         """A queue of its own."""

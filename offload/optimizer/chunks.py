@@ -118,7 +118,7 @@ class ChunkStepper:
         self.counters: Counter[str] = self.store.counters
         self.torn = ""  # what was cut off in the middle of a step: parameters and state belong to different steps since
         self.chunk_bytes = chunk_bytes
-        (self.d2h_stream, _), (_, self._h2d_stream) = backend.copy_streams, backend.slot_streams
+        self.d2h_stream, self._h2d_stream = backend.state_streams
         self._slots: list[StateSlot] = []
         self._next_slot = 0
         self._slot_bytes = 0  # the most that a chunk has to have loaded, from its second step on

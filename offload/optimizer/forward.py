@@ -169,8 +169,8 @@ class ForwardSteps:
                 stepper.step(left)
                 stepped = backend.compute_stream().record_event()
             # Who looks at the state waits for its copies, and so for the step of what is not copied.
-            backend.wait(backend.copy_streams[0], stepped, StepWait.STEPPED)
-            stepper.last_copy = backend.copy_streams[0].record_event()
+            backend.wait(stepper.d2h_stream, stepped, StepWait.STEPPED)
+            stepper.last_copy = stepper.d2h_stream.record_event()
             for _, parameter in left:
                 if not (parameter in alone and self._leave(parameter)):
                     awaited = stepper.store.of(parameter).stepped

@@ -161,7 +161,7 @@ class WeightSlots:
         self._backend = backend
         self._layers = layers
         self._counters = counters
-        self._h2d_stream, _ = backend.slot_streams
+        self._h2d_stream = backend.weight_stream
         turns = (layers[number::num_slots] for number in range(min(num_slots, len(layers))))
         self.slots = [Slot(max(layer.nbytes for layer in sharing), backend) for sharing in turns]
         counters["slot_bytes"] = sum(len(slot.flat) for slot in self.slots)

@@ -237,7 +237,7 @@ def stepped(lab: Lab, *, streamed: bool) -> list[torch.Tensor]:
     for _ in range(2):
         loss = model.loss(0)
         if streamed:
-            lab.delay(lab.d2h_stream, LATE_S)
+            lab.delay(lab.state_d2h_stream, LATE_S)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -13,7 +13,7 @@ from models import assert_same
 from torch import nn
 from training import OPTIMIZERS, Training, adamw, resident, stream
 
-from offload import empty_host_cache, memory_meter, stream_optimizer
+from offload import empty_host_cache, memory_meter, offload_layers, stream_optimizer
 from offload.optimizer.chunks import StepWait
 
 LATE_S = 0.02
@@ -247,7 +247,7 @@ def test_a_checkpoint_is_loaded_behind_the_copies_of_the_last_step(
 
     def cut_off(stream: Any, *tensors: torch.Tensor) -> None:
         copy(stream, *tensors)
-        if stream is lab.d2h_stream:
+        if stream is lab.state_d2h_stream:
             raise KeyboardInterrupt
 
     lab.slow(d2h_s=LATE_S)
@@ -280,6 +280,29 @@ def test_the_second_step_takes_as_much_memory_as_any_later_one(lab: Lab) -> None
     assert slot_bytes[0] > 0
     assert len({*slot_bytes}) == 1
     assert len({*peak_bytes[1:]}) == 1
+
+
+def test_activations_do_not_wait_behind_state(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose copies wait for slots and for steps: they are in streams of their own."""
+    used = set[Any]()
+
+    def recorded(copy: Callable[..., None]) -> Callable[..., None]:
+        return lambda stream, *what: (used.add(stream), copy(stream, *what))[1]
+
+    for name in ("copy", "memcpy"):
+        if hasattr(lab.backend, name):
+            monkeypatch.setattr(lab.backend, name, recorded(getattr(lab.backend, name)))
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).to(lab.device)
+    optimizer = adamw(model.parameters())
+    stream(optimizer)
+    with offload_layers(list(model), num_layers=2, min_bytes=1):
+        for _ in range(2):
+            used.clear()
+            model(torch.randn(8, 64, device=lab.device)).square().mean().backward()
+            assert used == {lab.d2h_stream, lab.h2d_stream}
+            used.clear()
+            optimizer.step()
+    assert used == {lab.state_d2h_stream, lab.state_stream}
 
 
 class Failing(torch.optim.SGD):

@@ -445,7 +445,7 @@ def test_a_number_that_the_program_reads_does_not_come_after_all_state(lab: Lab)
         lab.drain()
         optimizer.step()
     assert number.item() == 1.0
-    assert not lab.d2h_stream.record_event().query()
+    assert not lab.state_d2h_stream.record_event().query()
     lab.drain()
 
 

@@ -548,7 +548,7 @@ def test_a_failed_backward_waits_for_the_copies_of_its_steps(
 
     def cut_off(stream: Any, *tensors: torch.Tensor) -> None:
         copy_one(stream, *tensors)
-        if stream is lab.d2h_stream:
+        if stream is lab.state_d2h_stream:
             raise KeyboardInterrupt
 
     lab.slow(d2h_s=0.05)
@@ -574,7 +574,7 @@ def test_the_last_copy_that_fails_is_told(lab: Lab, monkeypatch: pytest.MonkeyPa
     copy_one, made, last = lab.backend.copy, [0], [-1]
 
     def failing(stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
-        made[0] += stream is lab.d2h_stream
+        made[0] += stream is lab.state_d2h_stream
         if made[0] == last[0]:
             stream.submit(lambda: 1 / 0)
         else:
@@ -602,9 +602,9 @@ def test_a_copy_that_fails_is_told(good: int, lab: Lab, monkeypatch: pytest.Monk
     copy_one, left = lab.backend.copy, [None] * good
 
     def failing(stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
-        if stream is not lab.d2h_stream or left:
+        if stream is not lab.state_d2h_stream or left:
             copy_one(stream, target, source)
-            del left[: stream is lab.d2h_stream]
+            del left[: stream is lab.state_d2h_stream]
         else:
             stream.submit(lambda: 1 / 0)
 
