@@ -1,6 +1,7 @@
 """Steps beside backward: the same bits, one gradient a step, and an error where gradients were not final."""
 
 import copy
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -322,7 +323,7 @@ class Gated(nn.Module):
         self.reads = reads
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = checkpoint(lambda x: self.linear(x).tanh() * self.reads(self.gate), x, use_reentrant=False)
+        y: torch.Tensor = checkpoint(lambda x: self.reads(self.gate) * self.linear(x).tanh(), x, use_reentrant=False)
         return y + self.gate
 
 
@@ -366,6 +367,28 @@ def test_parameters_can_be_read_after_a_backward_that_was_refused(lab: Lab) -> N
         optimizer.step()
     with pytest.warns(UserWarning, match="load both from a checkpoint"):
         handle.remove()
+
+
+def test_other_threads_read_stepped_parameters(lab: Lab) -> None:
+    """Such as one that logs weights."""
+    model = build(lab.device)
+    optimizer = adamw(model.parameters())
+    stream(optimizer, in_backward=True, chunk_bytes=64)
+    first, *others = model
+    last = [*others[-1].parameters()]
+    found = list[float]()
+
+    def log(_: torch.Tensor) -> None:
+        assert {type(one) for one in last} != {nn.Parameter}
+        thread = threading.Thread(target=lambda: found.extend(one.sum().item() for one in last))
+        thread.start()
+        thread.join()
+
+    y = first(batch(0, model))
+    y.register_hook(log)
+    nn.Sequential(*others)(y).square().mean().backward()
+    assert len(found) == len(last)
+    optimizer.step()
 
 
 def clipped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
