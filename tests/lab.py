@@ -24,16 +24,21 @@ def mapped(address: int) -> bool:
     return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
 
 
+def streams_of(backend: Backend) -> tuple[Any, ...]:
+    """All streams that copy."""
+    return *backend.copy_streams, backend.weight_stream, *backend.state_streams
+
+
 @contextmanager
 def late_copies(delay_s: float) -> Iterator[None]:
     """Copies of the CPU come late, and device memory that was let go holds garbage: a missing wait shows."""
     backend = get_backend("cpu")
-    for stream in backend.all_copy_streams:
+    for stream in streams_of(backend):
         stream.delay_s = delay_s
     backend.poison = True
     yield
     backend.poison = False
-    for stream in backend.all_copy_streams:
+    for stream in streams_of(backend):
         stream.delay_s = 0.0
 
 
@@ -94,7 +99,7 @@ class Lab:
     def slow(self, *, d2h_s: float = 0.0, h2d_s: float = 0.0) -> None:
         """Let each copy of a direction begin that many seconds later."""
         d2h_streams = self.d2h_stream, self.state_d2h_stream
-        delays = [(one, d2h_s if one in d2h_streams else h2d_s) for one in self.backend.all_copy_streams]
+        delays = [(one, d2h_s if one in d2h_streams else h2d_s) for one in streams_of(self.backend)]
         if self._on_cpu:
             for stream, delay_s in delays:
                 stream.delay_s = delay_s
@@ -176,6 +181,17 @@ class Lab:
         self._monkeypatch.setattr(self.backend, "wait", counting)
         return made
 
+    def record_streams(self) -> list[Any]:
+        """The stream of each copy from now on."""
+        made: list[Any] = []
+
+        def recording(copy: Callable[..., None]) -> Callable[..., None]:
+            return lambda stream, *what: (made.append(stream), copy(stream, *what))[1]
+
+        for name, copy in self._copies.items():
+            self._monkeypatch.setattr(self.backend, name, recording(copy))
+        return made
+
     def record_host_waits(self) -> list[object]:
         """Why the host waits from now on, in order; a test may add events of its own."""
         made: list[object] = []
@@ -224,7 +240,7 @@ class Lab:
     def drain(self) -> None:
         """Wait until all work queued so far is done."""
         if self._on_cpu:
-            for stream in (self.backend.compute_stream(), *self.backend.all_copy_streams):
+            for stream in (self.backend.compute_stream(), *streams_of(self.backend)):
                 stream.synchronize()
         else:
             torch.accelerator.synchronize(self.device)

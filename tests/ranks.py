@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lab import streams_of
 from scripts import NO_GPU, run_scripts
 
 from offload.device.select import get_backend
@@ -65,7 +66,7 @@ def be_rank(find: Callable[[int, int, torch.device], dict[Any, Any]], *, adverse
         torch.cuda.set_device(device)
     backend = get_backend(device)
     backend.poison = adverse
-    for stream in backend.all_copy_streams if adverse and kind == "cpu" else ():
+    for stream in streams_of(backend) if adverse and kind == "cpu" else ():
         stream.delay_s = 0.0003
     with group(folder, rank, world, kind):
         found = find(rank, world, device)

@@ -82,10 +82,6 @@ class Backend:
         """The d2h and the h2d stream of optimizer state, whose copies wait for slots and for steps, and none behind."""
         return self.new_stream("d2h"), self.new_stream("h2d")
 
-    @property
-    def all_copy_streams(self) -> tuple[Stream, ...]:
-        return *self.copy_streams, self.weight_stream, *self.state_streams
-
     def new_stream(self, name: str) -> Stream:
         """A queue of its own."""
         return torch.Stream(device=self.device)

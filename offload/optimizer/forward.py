@@ -52,15 +52,20 @@ READ_NO_NUMBER = {  # zero_grad() and clipping read some of these, layers and wh
 }
 
 
+def untold(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What a function of PyTorch's returns if the classes of its arguments are not asked."""
+    with without_torch_function():
+        found = function(*args, **kwargs or {})
+    return found  # noqa: RET504  inside of the block, an interrupt would leave it without its end
+
+
 class Unread:
     """A tensor that a step beside the program uses."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in READ_NO_NUMBER or function == _SET_GRADIENT:
-            with without_torch_function():
-                found = function(*args, **kwargs or {})
-            return found  # noqa: RET504  inside of the block, an interrupt would leave it without its end
+            return untold(function, args, kwargs)
         join_steps([one for one in tree_leaves((args, kwargs)) if isinstance(one, Unread)] or None)
         return function(*args, **kwargs or {})
 

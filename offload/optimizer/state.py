@@ -414,4 +414,4 @@ def pooled_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 def _give_back(pool: HostPool, buffer: HostBuffer, backend: Backend) -> None:
     """Nobody holds the home any more; copies may still run."""
-    pool.give(buffer, *(stream.record_event() for stream in backend.all_copy_streams))
+    pool.give(buffer, *(stream.record_event() for stream in backend.state_streams))

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.base.torch_private import this_backward, without_torch_function
-from offload.optimizer.forward import READ_NO_NUMBER
+from offload.base.torch_private import this_backward
+from offload.optimizer.forward import READ_NO_NUMBER, untold
 
 
 class SteppedParameter(nn.Parameter):
@@ -34,9 +34,7 @@ class SteppedParameter(nn.Parameter):
                 "in_backward (in prepare: step_in_backward) out. Other parameters have made this step: load a "
                 "checkpoint."
             )
-        with without_torch_function():
-            found = function(*args, **kwargs or {})
-        return found  # noqa: RET504  inside of the block, an interrupt would leave it without its end
+        return untold(function, args, kwargs)
 
 
 def tell_reads(parameters: Iterable[Any]) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from scripts import NO_GPU, as_torchrun, run_scripts
 
-from benchmarks import long_context, pipeline
+from benchmarks import long_context, optimizer_state, pipeline
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*torchao")]
 
@@ -72,6 +72,14 @@ def test_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("benchmarks.report.resolve_device", lambda _: torch.device("cpu"))
     module.main()
     assert_runs(json.loads(path.read_text("utf-8")), rows)
+
+
+def test_rows_that_are_merged_keep_the_ratio_to_their_own_run() -> None:
+    shared = {"tokens": 64, "microbatches": 1, "link_bytes": 0}
+    old = shared | {"what": "streamed", "date": "yesterday", "step_s": 3.0, "to_resident": 1.5}
+    new = [shared | {"what": what, "date": "today", "step_s": s} for what, s in (("resident", 1.0), ("consumed", 2.0))]
+    optimizer_state.finished([old, *new], 1.0)
+    assert [one["to_resident"] for one in (old, *new)] == [1.5, 1.0, 2.0]
 
 
 @pytest.mark.nightly

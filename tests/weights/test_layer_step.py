@@ -141,15 +141,9 @@ def test_the_bits_of_the_resident_run(name: str, lab: Lab) -> None:
     assert all(parameter.grad is None for parameter in loop.parameters)
 
 
-def test_nothing_waits_behind_loads_that_wait_for_slots(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_waits_behind_loads_that_wait_for_slots(lab: Lab) -> None:
     """Those of weights and of state are in streams of their own."""
-    streams, copy_one = list[Any](), lab.backend.copy
-
-    def recorded(stream: Any, *tensors: torch.Tensor) -> None:
-        streams.append(stream)
-        copy_one(stream, *tensors)
-
-    monkeypatch.setattr(lab.backend, "copy", recorded)
+    streams = lab.record_streams()
     loop = Loop(lab.device)
     loop.steps(range(3))
     assert streams.count(lab.weight_stream) == loop.streamed.stats().loads  # a load is one copy

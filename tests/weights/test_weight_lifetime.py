@@ -272,17 +272,10 @@ def test_gradients_that_are_kept_are_not_overwritten(device: torch.device) -> No
         assert handle.stats().gradient_host_bytes == before
 
 
-def test_stats(device: torch.device, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stats(device: torch.device, lab: Lab) -> None:
     layers, x = build("gpt", LAYERS, device)
     weights = sum(parameter.nbytes for parameter in layers.parameters())
-    copies = []
-    copy_one = lab.backend.copy
-
-    def counted(stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
-        copies.append(stream)
-        copy_one(stream, target, source)
-
-    monkeypatch.setattr(lab.backend, "copy", counted)
+    copies = lab.record_streams()
     handle = stream_weights(layers, device)
     assert repr(handle).startswith("StreamedWeights(4 × GptBlock, ")
     assert repr(handle).endswith(" on the device)")
