@@ -8,10 +8,10 @@ and is checkpointed by Hugging Face. The loss is in chunks. A row takes about ``
 recipe and the plan of the activations are settled, as far as there is time, and times what steps are left. The record
 is written after each row; ``--merge`` keeps the rows that it has.
 
-``--by-hand`` adds, for each budget, each recipe that fits, put together by ``stream_weights``, ``stream_optimizer`` and
-``offload_layers``. ``--largest`` looks for the model with the most layers that the one line trains, beside the limit by
-arithmetic: the memory of device and host, in parameters. ``--longest`` looks for the longest sequence by budget, as
-:mod:`benchmarks.longest_training` says.
+``--by-hand`` measures, for each budget, each recipe that fits, put together by ``stream_weights``, ``stream_optimizer``
+and a plan of the activations; one process has them all, and profiles the layers once. ``--largest`` looks for the model
+with the most layers that the one line trains, beside the limit by arithmetic: the memory of device and host, in
+parameters. ``--longest`` looks for the longest sequence by budget, as :mod:`benchmarks.longest_training` says.
 """
 
 import argparse
@@ -29,18 +29,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 import offload
 from benchmarks.instruments import GIB, Row, device_peak, give_memory_back, limit_memory, pinned_by_torch, timed
 from benchmarks.longest_training import LongTraining, Search
 from benchmarks.models import SHAPE, SMALL, Training
+from benchmarks.recipes_by_hand import ByHand
 from benchmarks.report import Record, asked, table
 from offload.device.select import resolve_device
-from offload.optimizer.chunks import NUM_SLOTS
-from offload.optimizer.stream import CHUNK_BYTES
-from offload.planning.recipes import without_activations
-from offload.planning.training_bytes import RECIPES, Recipe, TrainingBytes
 
 BUDGETS_GIB = (24, 32, 48, 80, 140)
 MOST_PINNED_GIB = 100.0
@@ -55,7 +51,6 @@ FREE_SHARE = 0.06
 """Of a budget, for what a step needs beside weights and optimizer state, where the search for a model begins."""
 LEAST_SHARE = 0.8  # of the layers that arithmetic allows, where that search ends
 ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-ENDED = "the search has ended"  # what a process prints behind the last row of a budget
 
 
 class Deep(Training):
@@ -85,6 +80,11 @@ def budget_of(budget_gib: float, *, small: bool) -> int:
     return round(budget_gib * (SMALL_BUDGET if small else GIB))
 
 
+def min_bytes(*, small: bool) -> int:
+    """The least size of an activation that is offloaded."""
+    return 1 if small else 1 << 21
+
+
 def model_of(arguments: argparse.Namespace, device: torch.device) -> Training:
     """The model that a process trains."""
     small, tokens = arguments.small, arguments.tokens[0]
@@ -95,40 +95,15 @@ def model_of(arguments: argparse.Namespace, device: torch.device) -> Training:
     return Deep(device, tokens, arguments.layers, small=small, on_host=on_host)
 
 
-def by_hand(model: Training, recipe: Recipe, left: int, device: torch.device, **options: Any) -> contextlib.ExitStack:
-    """A recipe put together by the calls for its parts; activations have what is ``left``."""
-    with contextlib.ExitStack() as stack:
-        if recipe.weights == "streamed":
-            stack.enter_context(offload.stream_weights(model.layers, device))
-            model.module.to(device)
-        consumed = recipe.gradients == "consumed"
-        resident = {"resident_bytes": "1TiB" if recipe.optimizer == "resident" else 0, "state_dtype": torch.float32}
-        stack.enter_context(
-            offload.stream_optimizer(model.optimizer, in_backward=consumed, consume_gradients=consumed, **resident)
-        )
-        stack.enter_context(offload.offload_layers(model.layers, memory_budget=left, **options))
-        return stack.pop_all()
-
-
-def bytes_of(module: nn.Module, layers: list[nn.Module]) -> TrainingBytes:
-    """What a model's training has, with AdamW's moments in float32."""
-    own = [list(layer.parameters()) for layer in layers]
-    return TrainingBytes.of(list(module.parameters()), own, lambda one: 8 * one.numel(), NUM_SLOTS * CHUNK_BYTES)
-
-
 def trained(model: Training, arguments: argparse.Namespace, budget: int, device: torch.device) -> Any:
-    """In what the model is trained: within the budget by one line or by hand, or with everything on the device."""
-    options: dict[str, Any] = {"min_bytes": 1 if arguments.small else 1 << 21}
+    """In what the model is trained: within the budget by one line, or with everything on the device."""
+    options: dict[str, Any] = {"min_bytes": min_bytes(small=arguments.small)}
     if not budget:
         stack = contextlib.ExitStack()
         stack.enter_context(model.checkpointing())
         resident = offload.stream_optimizer(model.optimizer, resident_bytes="1TiB", state_dtype=torch.float32)
         stack.enter_context(resident)
         return stack
-    if arguments.recipe is not None:
-        recipe, training = RECIPES[arguments.recipe], bytes_of(model.module, model.layers)
-        held = training.held_bytes(recipe) + training.gradient_bytes(recipe)
-        return by_hand(model, recipe, int(0.9 * budget) - held, device, **options)
     options |= {"layers": "model.layers", "step_in_backward": True, "state_dtype": torch.float32}
     host = budget_of(arguments.host, small=arguments.small)
     return offload.prepare(model.module, model.optimizer, budget, host, **options)
@@ -244,23 +219,29 @@ def find_largest(arguments: argparse.Namespace, budget_gib: float, tokens: int) 
     return row | {"of_limit": row.get("parameters", 0) / limit}
 
 
+def printed(arguments: argparse.Namespace, *options: str) -> Iterator[Row]:
+    """The rows that a process of its own prints, and an empty one where a budget is done."""
+    command = [sys.executable, "-m", "benchmarks.recipe", "--here", *options, "--host", str(arguments.host)]
+    command += ["--seconds", str(arguments.seconds), *(["--small"] if arguments.small else [])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | ALLOCATOR) as process:
+        for line in process.stdout or ():
+            if line.startswith("{"):
+                row = json.loads(line)
+                print(row.pop("table", ""), row, sep="\n", flush=True)
+                yield row
+
+
 def find_longest(arguments: argparse.Namespace) -> Iterator[Row]:
     """The longest sequence of each budget, once after each step with it; by one process, or another after an error."""
     budgets, found = [*arguments.budgets], set[int]()
     while budgets:
-        command = [sys.executable, "-m", "benchmarks.recipe", "--longest", "--here", "--budgets", *map(str, budgets)]
-        command += ["--host", str(arguments.host), "--seconds", str(arguments.seconds)]
-        command += ["--small"] if arguments.small else []
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | ALLOCATOR) as process:
-            for line in process.stdout or ():
-                if line.startswith("{"):
-                    row = json.loads(line)
-                    print(row.pop("table", ""), row, sep="\n", flush=True)
-                    found.add(row["budget_bytes"])
-                    yield row
-                elif line.startswith(ENDED):
-                    budgets.pop(0)
-        if process.returncode and (budget := budget_of(budgets.pop(0), small=arguments.small)) not in found:
+        for row in printed(arguments, "--longest", "--budgets", *map(str, budgets)):
+            if row:
+                found.add(row["budget_bytes"])
+                yield row
+            else:
+                budgets.pop(0)
+        if budgets and (budget := budget_of(budgets.pop(0), small=arguments.small)) not in found:
             yield {"budget_bytes": budget, "error": "see the log"}
 
 
@@ -270,7 +251,7 @@ def longest_here(arguments: argparse.Namespace, device: torch.device) -> None:
     limit_memory(device, budget_of(arguments.budgets[0], small=small))  # of the first, where the model has room, too
     training = LongTraining(device, small=small)
     options: dict[str, Any] = {"layers": "model.layers", "step_in_backward": True, "state_dtype": torch.float32}
-    options |= {"min_bytes": 1 if small else 1 << 21}
+    options |= {"min_bytes": min_bytes(small=small)}
     with training.long() as weights:
         for one in arguments.budgets:
             begin, budget = time.perf_counter(), budget_of(one, small=small)
@@ -282,7 +263,17 @@ def longest_here(arguments: argparse.Namespace, device: torch.device) -> None:
                 row: Row = {"budget_bytes": budget, "host_limit_bytes": host} | found | described(search.prepared)
                 row["pinned_bytes"] += weights.stats().weight_bytes
                 print(json.dumps(row | {"seconds": time.perf_counter() - begin}), flush=True)
-            print(ENDED, flush=True)
+            print("{}", flush=True)  # this budget is done
+
+
+def by_hand_here(arguments: argparse.Namespace, device: torch.device) -> None:
+    """Print the rows of all recipes of all budgets, in this process."""
+    small, host = arguments.small, budget_of(arguments.host, small=arguments.small)
+    model = Training(device, arguments.tokens[0], small=small, dtype=torch.bfloat16, has_gradients=False)
+    hands = ByHand(model, device, host, min_bytes(small=small))
+    for budget in arguments.budgets:
+        for row in hands.rows(budget_of(budget, small=small)):
+            print(json.dumps({"tokens": arguments.tokens[0]} | row), flush=True)
 
 
 COLUMNS = {
@@ -308,14 +299,13 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=[16384, 65536])
     parser.add_argument("--host", type=float, default=MOST_PINNED_GIB, help="pinned memory, in GiB")
     parser.add_argument("--one", type=float, help="run this budget in this process, and print its row")
-    parser.add_argument("--recipe", type=int, help="of that process: put this recipe together by hand")
     parser.add_argument("--layers", type=int, help="of that process, or where --largest begins")
     parser.add_argument("--until-settled", type=int, default=UNTIL_SETTLED, help="steps before those that are timed")
     parser.add_argument("--seconds", type=float, default=150.0, help="of each row")
-    parser.add_argument("--by-hand", action="store_true", help="each recipe that fits, too")
     parser.add_argument("--largest", action="store_true", help="the largest model, and no other rows")
+    parser.add_argument("--by-hand", action="store_true", help="each recipe that fits, and no other rows")
     parser.add_argument("--longest", action="store_true", help="the longest sequences, and no other rows")
-    parser.add_argument("--here", action="store_true", help="of --longest: in this process, and print the rows")
+    parser.add_argument("--here", action="store_true", help="of the last two: in this process, and print the rows")
     arguments, device = asked(parser, "results/recipe.json")
     if arguments.one is not None or arguments.here:
         logging.basicConfig(format="%(relativeCreated)d ms %(message)s")
@@ -324,7 +314,7 @@ def main() -> None:
         print(json.dumps(measure(arguments)))
         return
     if arguments.here:
-        longest_here(arguments, device)
+        (by_hand_here if arguments.by_hand else longest_here)(arguments, device)
         return
     record = Record(arguments, device)
     for row in find_longest(arguments) if arguments.longest else ():
@@ -332,23 +322,15 @@ def main() -> None:
     for budget in arguments.budgets if arguments.largest else ():
         row = find_largest(arguments, budget, arguments.tokens[0])
         record.add(row, part="largest", instead_of=["budget_bytes", "tokens"])
-    for tokens in () if arguments.largest or arguments.longest else arguments.tokens:
+    budgets = [str(one) for one in arguments.budgets]
+    for tokens in arguments.tokens if arguments.by_hand else ():
+        for row in printed(arguments, "--by-hand", "--tokens", str(tokens), "--budgets", *budgets):
+            record.add(row, part="by_hand", instead_of=["budget_bytes", "tokens", "recipe"])
+    others = arguments.by_hand or arguments.largest or arguments.longest
+    for tokens in () if others else arguments.tokens:
         for budget in (0, *arguments.budgets):
             record.add(run(arguments, budget, tokens), instead_of=["budget_bytes", "tokens"])
-            for recipe in fitting(budget, arguments) if budget and arguments.by_hand else ():
-                row = {"recipe": str(RECIPES[recipe])} | run(arguments, budget, tokens, "--recipe", str(recipe))
-                record.add(row, part="by_hand", instead_of=["budget_bytes", "tokens", "recipe"])
     print(table([row for part in ("rows", "by_hand", "largest", "longest") for row in record.rows(part)], COLUMNS))
-
-
-def fitting(budget_gib: float, arguments: argparse.Namespace) -> list[int]:
-    """The numbers of the recipes that fit, but for the CPU's: it does not step in float32."""
-    small = arguments.small
-    with torch.device("meta"):
-        model = Training(torch.device("meta"), 64, small=small, dtype=torch.bfloat16, has_gradients=False)
-    budget, host = (budget_of(one, small=small) for one in (budget_gib, arguments.host))
-    found = without_activations(bytes_of(model.module, model.layers), int(0.9 * budget), host).recipes
-    return [number for number, one in enumerate(found) if not one.reason and one.recipe.optimizer != "cpu"]
 
 
 if __name__ == "__main__":

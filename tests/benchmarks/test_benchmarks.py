@@ -32,7 +32,7 @@ RUNS: dict[str, tuple[str, str, str]] = {
     "compiled": ("never_slower", f"{ONE_MODEL} --compiled aot_eager", "rows"),
     "varying lengths": ("varying_lengths", "--steps 24", "rows"),
     "recipes": ("recipe", BUDGET, "rows"),
-    "recipes by hand": ("recipe", f"{BUDGET} {FEW_STEPS} --by-hand", "by_hand"),
+    "recipes by hand": ("recipe", f"{BUDGET} --by-hand", "by_hand"),
     "largest": ("recipe", f"{BUDGET} {FEW_STEPS} --largest --host 4", "largest"),
     "longest": ("recipe", "--budgets 2 --longest --host 4 --seconds 30", "longest"),
 }
