@@ -229,6 +229,8 @@ def printed(arguments: argparse.Namespace, *options: str) -> Iterator[Row]:
                 row = json.loads(line)
                 print(row.pop("table", ""), row, sep="\n", flush=True)
                 yield row
+    if process.returncode:
+        print(f"{' '.join(command)} ended with {process.returncode}; rows may be missing", file=sys.stderr)
 
 
 def find_longest(arguments: argparse.Namespace) -> Iterator[Row]:

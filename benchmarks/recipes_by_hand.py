@@ -21,6 +21,7 @@ from offload.device.select import get_backend
 from offload.host.pool import get_host_pool
 from offload.optimizer.chunks import NUM_SLOTS
 from offload.optimizer.stream import CHUNK_BYTES
+from offload.planning.plan import TooLittleMemoryError
 from offload.planning.recipes import without_activations
 from offload.planning.training_bytes import Recipe, TrainingBytes
 
@@ -42,21 +43,31 @@ class ByHand:
     def rows(self, budget: int) -> Iterator[Row]:
         """Each recipe that fits, but for the CPU's: it does not step in float32."""
         for one in without_activations(self.training, int(PLANNED * budget), self.host).recipes:
-            if not one.reason and one.recipe.optimizer != "cpu":
-                yield self._row(budget, one.recipe)
+            if not one.reason and one.recipe.optimizer != "cpu" and (plan := self.plan(budget, one.recipe)):
+                yield self.row(budget, one.recipe, plan)
 
-    def _row(self, budget: int, recipe: Recipe) -> Row:
+    def plan(self, budget: int, recipe: Recipe) -> offload.Plan | None:
+        """Activations have what is left, of the device and of the host; ``None`` where that is too little."""
+        left = int(PLANNED * budget) - self.training.held_bytes(recipe) - self.training.gradient_bytes(recipe)
+        host_left = self.host - self.training.host_bytes(recipe)
+        try:
+            return offload.plan(self.profile, left, self.link, max_host_bytes=host_left)
+        except TooLittleMemoryError:
+            return None
+
+    def row(self, budget: int, recipe: Recipe, plan: offload.Plan) -> Row:
         """One step, and one that is timed."""
-        row: Row = {"recipe": str(recipe), "budget_bytes": budget}
+        row: Row = {"recipe": str(recipe), "budget_bytes": budget, "activations": repr(plan)}
         model, device = self.model, self.device
         model.optimizer.zero_grad()
         model.optimizer = torch.optim.AdamW(model.module.parameters(), lr=1e-5, fused=True)
         model.module.to(device)
+        pooled = self.host - self.training.layer_host_bytes(recipe)  # weights are pinned outside of the pool
         give_memory_back(device, pinned=False)
-        get_host_pool(get_backend(device)).trim(self.training.host_bytes(recipe))
+        get_host_pool(get_backend(device)).trim(pooled)
         limit_memory(device, budget)
         with contextlib.ExitStack() as stack:
-            attempt(row, lambda: self._put_together(stack, budget, recipe))
+            attempt(row, lambda: self._put_together(stack, recipe, plan, pooled))
             attempt(row, lambda: row.update(first_s=timed(self._step, device)))
             peak_bytes = device_peak(device)
             attempt(row, lambda: row.update(step_s=timed(self._step, device)))
@@ -64,19 +75,16 @@ class ByHand:
         limit_memory(device, math.inf)
         return row
 
-    def _put_together(self, stack: contextlib.ExitStack, budget: int, recipe: Recipe) -> None:
-        """Activations have what is left, of the device and of the host."""
-        model, training, consumed = self.model, self.training, recipe.gradients == "consumed"
+    def _put_together(self, stack: contextlib.ExitStack, recipe: Recipe, plan: offload.Plan, pooled: int) -> None:
+        model, consumed = self.model, recipe.gradients == "consumed"
         if recipe.weights == "streamed":
             stack.enter_context(offload.stream_weights(model.layers, self.device))
         options: dict[str, Any] = {"in_backward": consumed, "consume_gradients": consumed}
         options |= {"resident_bytes": "1TiB" if recipe.optimizer == "resident" else 0, "state_dtype": torch.float32}
-        state = offload.stream_optimizer(model.optimizer, max_host_bytes=self.host, **options)
+        state = offload.stream_optimizer(model.optimizer, max_host_bytes=pooled, **options)
         stack.callback(state.remove, on_device=False)
-        left = int(PLANNED * budget) - training.held_bytes(recipe) - training.gradient_bytes(recipe)
-        host_left = self.host - training.host_bytes(recipe)
-        plan = offload.plan(self.profile, left, self.link, max_host_bytes=host_left)
-        stack.enter_context(offload.offload_layers(model.layers, plan=plan, min_bytes=self.min_bytes))
+        layers = partial(offload.offload_layers, min_bytes=self.min_bytes, max_host_bytes=pooled)
+        stack.enter_context(layers(model.layers, plan=plan))
 
     def _step(self) -> None:
         self.model.loss().backward()
