@@ -12,6 +12,7 @@ they are not on the device already, and the weights are written with the state.
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
@@ -109,6 +110,8 @@ class Loaded(NamedTuple):
 class ChunkStepper:
     """Steps the parameters of ``optimizer``, whose state is in ``store``."""
 
+    last_copy: Event | None = None  # of all that were queued to the host; ``None`` if it is known to be over
+
     def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend, chunk_bytes: int, **options: Any) -> None:
         self.reference = weakref.ref(optimizer)
         self.backend = backend
@@ -122,8 +125,13 @@ class ChunkStepper:
         self._slots: list[StateSlot] = []
         self._next_slot = 0
         self._slot_bytes = 0  # the most that a chunk has to have loaded, from its second step on
-        self.last_copy: Event | None = None  # of all that were queued to the host; ``None`` if it is known to be over
         self._changes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Slots go, out of which copies run that write state and weights which the program may still hold."""
+        if not ends() and not self.backend.capturing:
+            with contextlib.suppress(RuntimeError):  # a copy that has failed is over, too
+                self.settle()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -429,16 +437,6 @@ class ChunkStepper:
             if piece.last:
                 store.shown.entry(state.parameter, keep=True)[key] = state.homes[key] if key in held else value
         return copies
-
-
-def check_dense(parameter: torch.Tensor) -> None:
-    """Raise if the gradient of a parameter cannot be stepped in chunks."""
-    gradient = parameter.grad
-    if gradient is not None and gradient.layout is not torch.strided:
-        raise TypeError(
-            f"gradients must be dense to be stepped in chunks, got one of layout {gradient.layout} of a parameter "
-            f"of shape {tuple(parameter.shape)}; build the embedding with sparse=False."
-        )
 
 
 def _dense(gradient: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

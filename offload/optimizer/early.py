@@ -25,8 +25,8 @@ from torch.utils.hooks import RemovableHandle
 from offload.base.layer_events import EndOfBackward
 from offload.base.torch_private import ddp_parameters, this_backward, when_backward_ends
 from offload.device.backend import Event
-from offload.optimizer.chunks import NUM_SLOTS, ChunkStepper, StepWait, check_dense
-from offload.optimizer.proof import with_groups
+from offload.optimizer.chunks import NUM_SLOTS, ChunkStepper, StepWait
+from offload.optimizer.proof import check_dense, with_groups
 from offload.optimizer.set_aside import SetAside
 from offload.optimizer.state import WeightHolder, holders_of, local
 from offload.optimizer.stepped_gradients import FreedGradient, SteppedGradient, caller, drop_freed

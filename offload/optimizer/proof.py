@@ -185,6 +185,16 @@ def _small_parameters(
             yield _Tried(parameters, options, value, gradients)
 
 
+def check_dense(parameter: torch.Tensor) -> None:
+    """Raise if the gradient of a parameter cannot be stepped in chunks."""
+    gradient = parameter.grad
+    if gradient is not None and gradient.layout is not torch.strided:
+        raise TypeError(
+            f"gradients must be dense to be stepped in chunks, got one of layout {gradient.layout} of a parameter "
+            f"of shape {tuple(parameter.shape)}; build the embedding with sparse=False."
+        )
+
+
 def dtype_of_step(parameter: torch.Tensor, state_dtype: torch.dtype | None) -> torch.dtype:
     """The dtype that a parameter is stepped in; one without dimensions, whose state is as small, in its own."""
     return state_dtype if state_dtype and parameter.ndim and parameter.is_floating_point() else parameter.dtype

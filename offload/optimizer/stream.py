@@ -22,10 +22,10 @@ from offload.base.torch_private import in_backward, interpreted
 from offload.device.cuda import CaptureError
 from offload.device.select import get_backend
 from offload.host.page_locked import HostMemoryError
-from offload.optimizer.chunks import NUM_SLOTS, ChunkStepper, check_dense
+from offload.optimizer.chunks import NUM_SLOTS, ChunkStepper
 from offload.optimizer.early import BackwardSteps
 from offload.optimizer.forward import ForwardSteps
-from offload.optimizer.proof import prove, with_groups, without_parameters
+from offload.optimizer.proof import check_dense, prove, with_groups, without_parameters
 from offload.optimizer.state import holder_of, holders_of, local, spread
 
 CHUNK_BYTES = 112 << 20  # of state: AdamW's for 14 Mi parameters in float32, a quarter of a matrix of 4,096 × 14,336

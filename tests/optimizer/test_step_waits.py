@@ -334,6 +334,27 @@ def test_compute_is_behind_all_loads_of_a_step_that_fails(lab: Lab) -> None:
     del optimizer
 
 
+def test_the_state_of_a_dropped_optimizer_is_whole(lab: Lab) -> None:
+    """The program may hold it, and what is allocated in the memory of the slots must not be copied there."""
+    weights = [nn.Parameter(torch.ones(1024, device=lab.device)) for _ in range(6)]
+    optimizer = torch.optim.SGD(weights, lr=0.1, momentum=0.5)
+    stream(optimizer, chunk_bytes="4KiB")
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    held = [optimizer.state[weight]["momentum_buffer"] for weight in weights]
+    lab.slow(d2h_s=LATE_S)
+    optimizer.step()
+    lab.slow()
+    copied = lab.state_d2h_stream.record_event()
+    del optimizer
+    assert copied.query()
+    others = [torch.full((1024,), float("nan"), device=lab.device) for _ in range(32)]
+    lab.drain()
+    assert all(torch.equal(one, torch.full_like(one, 1.5)) for one in held)
+    del others
+
+
 def test_the_system_gets_memory_back_when_no_load_reads_it(lab: Lab) -> None:
     """On a GPU, where a copy does not hold its source; the CPU's do, and there is nothing to give back before."""
     optimizer = after_a_step_that_fails(lab)
