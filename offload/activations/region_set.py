@@ -376,16 +376,17 @@ class RegionSet(ActivationSet):
         Where memory is short, backward compares two second runs instead: then the result is ``False``. What was just
         learned is proven ``again`` in the next microbatch.
         """
-        same = way.saves(originals, frame.nodes, sized=self._sized)
-        hands_over, short = frame.replay.hands_over, self._is_short(originals)
-        if same and hands_over and short and way.can_repeat_all and not self.transfers.spares_device(way.saved_bytes):
-            self._prove_in_backward(frame, way, again=again)
-            return False
+        same: bool | None = way.saves(originals, frame.nodes, sized=self._sized)
+        proves = same
+        if same and frame.replay.hands_over:
+            # Backward needs no copies of what is saved, which take seconds in ordinary memory.
+            in_backward = way.can_repeat_all and not self.transfers.spares_device(way.saved_bytes)
+            short, lend = self._is_short(originals), None if in_backward else self.transfers.lend
+            proves = None if short and in_backward else prove_hand_over(frame, originals, lend, short=short)
+            if proves is None and way.can_repeat_all:
+                self._prove_in_backward(frame, way, again=again)
+                return False
         self._policies.proofs += 1
-        proves = same and (not hands_over or prove_hand_over(frame, originals, self.transfers.lend, short=short))
-        if proves is None and way.can_repeat_all:
-            self._prove_in_backward(frame, way, again=again)
-            return False
         if not same or (self._sized and not proves):
             self._policies.forget(self._key)
             frame.strange = True

@@ -193,17 +193,17 @@ def _origins(frame: Frame, way: Way, originals: Sequence[torch.Tensor], lend: Le
     return forced | differing
 
 
-def prove_hand_over(frame: Frame, originals: Sequence[torch.Tensor], lend: Lend, *, short: bool) -> bool | None:
+def prove_hand_over(frame: Frame, originals: Sequence[torch.Tensor], lend: Lend | None, *, short: bool) -> bool | None:
     """Run the layer again as backward will, and see whether what is dropped comes out the same.
 
-    ``None`` if the device has no memory for that.
+    ``None`` if the device has no memory for that, and none is lent.
     """
     with suppress(torch.OutOfMemoryError):
         return _hand_over(frame, originals, lend, short=short) == set()
     return None
 
 
-def _hand_over(frame: Frame, originals: Sequence[torch.Tensor], lend: Lend, *, short: bool) -> set[int] | None:
+def _hand_over(frame: Frame, originals: Sequence[torch.Tensor], lend: Lend | None, *, short: bool) -> set[int] | None:
     """The tensors that differ in a second run with what was kept; ``None`` if the run changes that, or fails.
 
     The run is given what was kept, as backward gives it. Copies tell whether the run changes it, and put it back. Where
@@ -212,12 +212,12 @@ def _hand_over(frame: Frame, originals: Sequence[torch.Tensor], lend: Lend, *, s
     numbers = frame.replay.numbers
     memories = [*{address_of(one): one for one in (originals[number].untyped_storage() for number in numbers)}.values()]
     others = [one for number, one in enumerate(originals) if number not in numbers]
-    for moves in (True,) if short else (False, True):
-        with nullcontext() if moves else suppress(torch.OutOfMemoryError), ExitStack() as stack:
-            if moves:
-                lent = stack.enter_context(lend([memory.nbytes() for memory in memories]))
+    for place in (lend,) if short or lend is None else (None, lend):
+        with nullcontext() if place is lend else suppress(torch.OutOfMemoryError), ExitStack() as stack:
+            if place:
+                lent = stack.enter_context(place([memory.nbytes() for memory in memories]))
                 copies = [copy.copy_(memory) for copy, memory in zip(lent, memories, strict=True)]
-                stack.enter_context(on_host(others, lend))
+                stack.enter_context(on_host(others, place))
             else:
                 copies = [memory.clone() for memory in memories]
             frame.kept = {number: partial(originals.__getitem__, number) for number in numbers}
