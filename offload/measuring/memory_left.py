@@ -293,13 +293,15 @@ def training_bytes(
     if state_dtype is None:  # else all is stepped in chunks
         made = replace(made, step=max(bytes_of_step(optimizer, device) for optimizer in optimizers))
     # A part of the state can be resident where one optimizer has all of it, and picks the parameters.
+    # The gradient of a sharded parameter is never set aside.
+    asides = {part: 0 if hasattr(one, "to_local") else part.nbytes for one, part in parts.items()}
     if len(optimizers) == 1:
-        return made
+        return replace(made, parameter_gradient=tuple(asides[one] for one in state if state[one]))
     aside = 0
     for optimizer in optimizers:  # each has slots of its own
         trained = [parts[one] for _, one in with_groups(optimizer) if one.requires_grad]
         head = number_of_head([state.get(one, 0) for one in trained], NUM_SLOTS * chunk_bytes)
-        aside += 0 if head is None else trained[head].nbytes
+        aside += 0 if head is None else asides[trained[head]]
     return replace(made, parameter_state=(), parameter_layer=(), parameter_gradient=(), aside=aside)
 
 

@@ -73,7 +73,7 @@ class TrainingBytes:
     front_state: int = 0  # of the first parameters, those before the layers', which backward comes to last
     parameter_layer: tuple[int, ...] = ()  # the layer that has this parameter; -1 before the layers, -2 behind them
     step: int = 0  # device memory that ``optimizer.step()`` allocates if all state is on the device
-    parameter_gradient: tuple[int, ...] = ()  # of each of these parameters
+    parameter_gradient: tuple[int, ...] = ()  # of each of these parameters, as far as it may be set aside on the host
     aside: int = 0  # of several optimizers: the gradients that backward may set aside on the host
 
     @classmethod

@@ -9,6 +9,8 @@ import torch
 from lab import Lab
 from models import assert_same
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import offload
@@ -214,6 +216,27 @@ class TwoHeads(Model):
         for layer in self.layers:
             x = layer(x)
         return sum(head(x).square().mean() for head in self.heads)
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_the_gradient_of_a_sharded_head_is_not_planned_on_the_host(
+    optimizers: int, lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step sets it aside: PyTorch reduces it where it is."""
+    monkeypatch.setattr(sys.modules["offload.prepare"], "RECIPES", (CONSUMED,))
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model = TwoHeads().to(lab.device)
+        fully_shard(model.heads[1], mesh=init_device_mesh(lab.device.type, (2,)))
+        layers, heads = [*model.layers.parameters()], [*model.heads.parameters()]
+        parts = [[*layers, *heads]] if optimizers == 1 else [layers, heads]
+        made = [torch.optim.AdamW(one) for one in parts]
+        with offload.prepare(model, made, 16 << 20, device=lab.device, min_bytes=0, step_in_backward=True) as prepared:
+            planned = prepared.plan.recipes[0]
+            assert planned.host_bytes == planned.state_bytes[1]
+            assert lab.pool.used_bytes == pytest.approx(planned.host_bytes, rel=0.01)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_each_optimizer_may_set_a_gradient_aside(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
