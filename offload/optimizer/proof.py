@@ -110,9 +110,9 @@ def prove(
         elementwise = all(
             of_shape(value, one.value) for one, state in pairs for value in state.values() if is_large(value)
         )
-        elementwise = elementwise and _same_bits(together, optimizer, [one.pieces() for one in tried])
-        if not elementwise and not _same_bits(together, optimizer, [[one] for one in tried]):
-            raise _no_proof(optimizer, "whose parameters get other bits when they are stepped one by one")
+        elementwise = elementwise and not _trial_differs(together, optimizer, [one.pieces() for one in tried])
+        if not elementwise and (why := _trial_differs(together, optimizer, [[one] for one in tried])):
+            raise _no_proof(optimizer, why)
         try:
             unhooked_step(optimizer)(without_parameters(optimizer))
         except Exception as error:
@@ -229,20 +229,21 @@ def _step_sets(optimizer: torch.optim.Optimizer, sets: list[list[_Tried]]) -> li
     return results
 
 
-def _same_bits(together: list[_Outcome], optimizer: torch.optim.Optimizer, sets: list[list[_Tried]]) -> bool:
-    """Whether parameters that are stepped in these sets get the same bits, and the same state of their shape."""
+def _trial_differs(together: list[_Outcome], optimizer: torch.optim.Optimizer, sets: list[list[_Tried]]) -> str:
+    """What is wrong if parameters are stepped in these sets; empty if they get the same bits, and the same state."""
+    other = "whose parameters get other bits when they are stepped one by one"
     try:
         found = iter(_step_sets(optimizer, sets))
-    except Exception:  # noqa: BLE001  Muon, for one, takes no piece
-        return False
+    except Exception as error:  # noqa: BLE001  Muon, for one, takes no piece
+        return f"whose step() fails with fewer parameters ({error})"
     for (value, state), tried in zip(together, sets, strict=True):
         values, states = zip(*(next(found) for _ in tried), strict=True)
         large = {key: one for key, one in state.items() if isinstance(one, torch.Tensor) and one.ndim}
         pairs = [(value, values), *((one, [part.get(key) for part in states]) for key, one in large.items())]
         for whole, parts in pairs:
             if not all(isinstance(one, torch.Tensor) for one in parts):
-                return False
+                return other
             joined = torch.cat([part.flatten() for part in parts])
             if not torch.equal(whole.flatten().nan_to_num(), joined.nan_to_num()):
-                return False
-    return True
+                return other
+    return ""

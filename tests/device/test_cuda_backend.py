@@ -8,7 +8,7 @@ from offload.device.select import get_backend
 pytestmark = pytest.mark.gpu
 
 COPIES = 8
-TRIES = 5  # other processes may have the GPU between two copies, and the number may come after all of them then
+TRIES = 5  # other processes may have the GPU meanwhile, and a number may come later, or a copy
 
 
 @pytest.mark.parametrize("gives_way", [True, False])
@@ -32,4 +32,4 @@ def test_a_number_that_the_program_reads_does_not_wait_for_all_copies_of_a_strea
         assert number.item() == 1
         waited.append(copied.query())
     torch.cuda.synchronize()
-    assert all(waited) is not gives_way
+    assert not all(waited) if gives_way else any(waited)

@@ -309,6 +309,15 @@ def test_the_trial_leaves_the_generator_as_it_is(device: torch.device) -> None:
         assert torch.equal(torch.get_rng_state(), before)
 
 
+class Paired(torch.optim.SGD):
+    """Steps no parameter alone."""
+
+    def step(self, closure: Any = None) -> None:
+        if len(self.param_groups[0]["params"]) % 2:
+            raise ValueError("one without another")
+        super().step(closure)
+
+
 def test_refused_optimizers() -> None:
     small, large, model = nn.Linear(2, 2), nn.Linear(200, 200), build(torch.device("cpu"))
     with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, got a Linear"):
@@ -320,6 +329,8 @@ def test_refused_optimizers() -> None:
         stream(streamed)
     with pytest.raises(TypeError, match="got Normalized, whose parameters get other bits when they are stepped one by"):
         stream(Normalized(model.parameters(), lr=0.0))
+    with pytest.raises(TypeError, match=r"Paired, whose step\(\) fails with fewer parameters \(one without another\)"):
+        stream(Paired(small.parameters(), momentum=0.9))
     with pytest.raises(TypeError, match=r"got SparseAdam, whose step\(\) fails with small parameters"):
         stream(torch.optim.SparseAdam(list(model.parameters())))
     with pytest.raises(ValueError, match="must not be differentiable, but this SGD is"):
