@@ -3,6 +3,7 @@
 import functools
 import threading
 import time
+from itertools import pairwise
 
 import pytest
 import torch
@@ -142,6 +143,24 @@ class TestMeasurement:
         measure_link("cpu")
         assert copied_early
         assert not any(copied_early)
+
+    def test_copies_do_not_use_a_single_piece_of_host_memory_again(self, monkeypatch):
+        """The caches of the CPU hold it, and not what a training offloads."""
+        backend = get_backend("cpu")
+        monkeypatch.setattr(type(backend), "locks_any_memory", True)
+        monkeypatch.setattr(measure, "page_locked", lambda nbytes, _: torch.zeros(nbytes, dtype=torch.uint8))
+        copy, targets = backend.copy, {stream: [] for stream in backend.copy_streams}
+        copied = [*targets.values()]
+
+        def spy(stream, target, source):
+            targets[stream].append((target if stream is backend.copy_streams[0] else source).data_ptr())
+            copy(stream, target, source)
+
+        monkeypatch.setattr(backend, "copy", spy)
+        measure_link("cpu")
+        for one in copied:
+            assert len({*one}) == measure.HOST_PIECES
+            assert all(now != before for before, now in pairwise(one[-measure.HOST_PIECES :]))
 
     @pytest.mark.gpu
     def test_on_the_gpu(self):
