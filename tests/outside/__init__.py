@@ -6,6 +6,7 @@ a record into ``results/``::
     python -m tests.outside operations
     python -m tests.outside architectures
     python -m tests.outside programs
+    python -m tests.outside trainings
     python -m tests.outside budgets
 
 What is compared is the same bit for bit, or PyTorch itself does not repeat it.

@@ -1,4 +1,4 @@
-"""The complete runs: all operations, architectures, random programs, budgets.
+"""The complete runs: all operations, architectures, random programs, trainings, budgets.
 
 Each writes its record into ``results/``.
 """
@@ -22,6 +22,8 @@ from .budgets import check as check_budget
 from .operations import DTYPES, KINDS, differentiable
 from .programs import check as check_program
 from .programs import draw as draw_program
+from .trainings import check as check_training
+from .trainings import draw as draw_training
 from .workers import run_cases
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -46,10 +48,14 @@ def main() -> None:
     architectures.add_argument("--record", type=Path, default=RESULTS / "outside_architectures.json")
     architectures.set_defaults(run=run_architectures)
     programs = commands.add_parser("programs", help="random layers, policies and training loops")
-    programs.add_argument("--first", type=int, default=0, help="the first seed")
-    programs.add_argument("--number", type=int, default=2000, help="how many seeds")
-    programs.add_argument("--record", type=Path, default=RESULTS / "outside_programs.json")
-    programs.set_defaults(run=run_programs)
+    programs.set_defaults(check=check_program, draw=draw_program, kinds=_kinds_of_program)
+    trainings = commands.add_parser("trainings", help="random trainings with streamed optimizers, weights and recipes")
+    trainings.set_defaults(check=check_training, draw=draw_training, kinds=lambda training: [training["way"]])
+    for name, command in (("programs", programs), ("trainings", trainings)):
+        command.add_argument("--first", type=int, default=0, help="the first seed")
+        command.add_argument("--number", type=int, default=2000, help="how many seeds")
+        command.add_argument("--record", type=Path, default=RESULTS / f"outside_{name}.json")
+        command.set_defaults(run=run_random, name=name)
     budgets = commands.add_parser("budgets", help="random models on the CPU under random budgets")
     budgets.add_argument("--first", type=int, default=0, help="the first seed")
     budgets.add_argument("--number", type=int, default=40, help="how many models")
@@ -98,27 +104,30 @@ def run_architectures(options: argparse.Namespace) -> None:
     print(count(found))
 
 
-def run_programs(options: argparse.Namespace) -> None:
-    """Random programs, one per seed: those that differ from plain PyTorch or fail where it works are recorded."""
+def run_random(options: argparse.Namespace) -> None:
+    """Random programs or trainings, one per seed: those that differ from plain PyTorch or fail where it works."""
     origin = origin_now(first_seed=options.first)
     counts: Counter[str] = Counter()
-    decided: Counter[str] = Counter()
+    same_by: Counter[str] = Counter()
     wrong: dict[str, str] = {}
     for number in range(options.number):
         seed = options.first + number
-        found, program = check_program(seed), draw_program(seed)
+        found = options.check(seed)
         kind = (found or "same").partition(":")[0]
         kind = kind if kind in ("same", "skipped", "refused") else "wrong"
         counts[kind] += 1
-        if kind == "same":
-            decided[program["decided"]] += 1
-            decided["streamed weights"] += bool(program["stream"])
+        same_by.update(options.kinds(options.draw(seed)) if kind == "same" else ())
         if kind == "wrong":
             wrong[str(seed)] = str(found)
             print(f"{seed}: {found}", flush=True)
         if number % 100 == 99 or number == options.number - 1:
             print(dict(counts), flush=True)
-            write(origin | {"programs": number + 1, **counts, "same_by": decided, "wrong_seeds": wrong}, options.record)
+            found_so_far = {options.name: number + 1, **counts, "same_by": same_by, "wrong_seeds": wrong}
+            write(origin | found_so_far, options.record)
+
+
+def _kinds_of_program(program: dict[str, Any]) -> list[str]:
+    return [program["decided"], *(["streamed weights"] if program["stream"] else [])]
 
 
 def run_budgets(options: argparse.Namespace) -> None:

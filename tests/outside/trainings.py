@@ -1,0 +1,342 @@
+"""Random trainings whose optimizer, weights, or whole recipe the library holds, beside the same in plain PyTorch.
+
+Each step may do what programs do between steps: read and write parameters and state, clip, accumulate, load
+checkpoints, fail, leave layers out, evaluate. Copies begin late, and memory that is given up is poisoned.
+"""
+
+import contextlib
+import copy
+import functools
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import offload
+
+from .comparison import adverse
+
+WIDTH, WORDS = 32, 64
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": functools.partial(torch.optim.AdamW, lr=1e-2),
+    "AdamW fused": functools.partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    "AdamW, all at once": functools.partial(torch.optim.AdamW, lr=1e-2, foreach=True),
+    "NAdam": functools.partial(torch.optim.NAdam, lr=1e-2),
+    "SGD": functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
+    "RMSprop": functools.partial(torch.optim.RMSprop, lr=1e-2, centered=True),
+    "Adafactor": functools.partial(torch.optim.Adafactor, lr=1e-2),
+}
+BETWEEN = (
+    "evaluate", "read", "scale", "write", "rate", "save", "load", "resume", "remove", "fail", "fail_in_backward",
+    "fewer", "state", "freeze", "copy",
+)  # fmt: skip
+ONLY_AT_STEP = ("clip", "skip", "scale gradients", "closure")
+"""What reads or drops gradients between backward and the step, which must not be stepped in backward then."""
+
+REFUSALS = ("memory_budget must hold", "overlap_forward must be False unless")
+"""What the messages of errors begin with that say what cannot be."""
+
+
+class Block(nn.Module):
+    """A layer with a residual connection, whose parameters are of several sizes."""
+
+    def __init__(self, inner: int, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, inner), nn.Linear(inner, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
+        return made
+
+
+class Model(nn.Module):
+    """Words, layers, and a head, which may have the words' weights; and a parameter that gets no gradient."""
+
+    def __init__(self, inner: list[int], dropout: float, *, tied: bool, unused: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(Block(one, dropout) for one in inner)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.unused = nn.Parameter(torch.randn(WIDTH)) if unused else None
+        if tied:
+            self.head.weight = self.words.weight
+        self.left_out: int | None = None
+        self.checkpoints = self.fails = False
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.words(words)
+        if self.fails:
+            x.register_hook(raising)
+        for number, layer in enumerate(self.layers):
+            if number != self.left_out:
+                x = checkpoint(layer, x, use_reentrant=False) if self.checkpoints and self.training else layer(x)
+        loss: torch.Tensor = nn.functional.cross_entropy(self.head(x).float(), words)
+        return loss
+
+
+def raising(*_: object) -> None:
+    """A hook that fails."""
+    raise ZeroDivisionError
+
+
+def draw(seed: int) -> dict[str, Any]:
+    """What training ``seed`` is."""
+    rng = random.Random(seed)
+    way = rng.choices(["optimizer", "weights", "prepare"], [5, 4, 3])[0]
+    in_backward = rng.random() < 0.5
+    steps, microbatches = rng.randint(4, 8), rng.choice([1, 1, 1, 2, 3])
+    kinds = BETWEEN if in_backward else BETWEEN + ONLY_AT_STEP
+    layers = rng.randint(2, 5)
+    streaming = {"chunk_bytes": rng.choice([1 << 11, 1 << 13, 1 << 15]), "in_backward": in_backward}
+    streaming["consume_gradients"] = in_backward and rng.random() < 0.5
+    streaming["overlap_forward"] = way != "weights" and rng.random() < 0.3
+    streaming["resident_bytes"] = rng.choice([0, 0, 1 << 14, 1 << 30])
+    return {
+        "way": way,
+        "inner": [rng.choice([16, 48, 96]) for _ in range(layers)],
+        "dropout": rng.choice([0.0, 0.1]),
+        "tied": rng.random() < 0.2,
+        "unused": rng.random() < 0.2,
+        "checkpoints": rng.random() < 0.2,
+        "dtype": rng.choice([torch.float32, torch.float32, torch.bfloat16]),
+        "optimizer": rng.choice(list(OPTIMIZERS)),
+        "groups": rng.random() < 0.3,
+        "streaming": streaming,
+        "streamed": sorted(rng.sample(range(layers), rng.randint(1, layers)))
+        if rng.random() < 0.3
+        else [*range(layers)],
+        "budget": rng.choice([1.5, 2.5, 4.0, 8.0, 30.0]),
+        "activations": rng.choice([None, None, 1, 1 << 14, 1 << 20]),
+        "microbatches": microbatches,
+        # Freed gradients are None, not zeros: parameters without a new one are not stepped.
+        "to_none": rng.random() < 0.8 or (in_backward and (way != "optimizer" or streaming["consume_gradients"])),
+        "steps": [rng.sample(kinds, rng.choice([0, 0, 1, 1, 2])) for _ in range(steps)],
+    }
+
+
+class Training:
+    """A training, in plain PyTorch or with the library; what it does, it does alike in both."""
+
+    def __init__(self, seed: int, program: dict[str, Any], *, plain: bool) -> None:
+        torch.manual_seed(seed)
+        self.program, self.plain, self.numbers = program, plain, random.Random(seed)
+        self.model = Model(program["inner"], program["dropout"], tied=program["tied"], unused=program["unused"])
+        self.model.to(program["dtype"])
+        self.model.checkpoints = program["checkpoints"]
+        self.stack, self.handle = ExitStack(), None
+        if program["way"] == "weights" and not plain:
+            some = [self.model.layers[number] for number in program["streamed"]]
+            self.stack.enter_context(offload.stream_weights(some, "cpu"))
+        self.optimizer = self._optimizer()
+        self.handle = self._handle()
+        if program["activations"] and program["way"] != "prepare" and not plain:
+            layers, how = self.model.layers, program["activations"]
+            options = {"num_layers": how} if how == 1 else {"memory_budget": how}
+            self.stack.enter_context(offload.offload_layers(layers, device="cpu", min_bytes=0, **options))
+        self.saved = self._checkpoint()
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        make, parameters = OPTIMIZERS[self.program["optimizer"]], [*self.model.parameters()]
+        if not self.program["groups"]:
+            return make(parameters)
+        half = len(parameters) // 2
+        return make([{"params": parameters[:half]}, {"params": parameters[half:], "lr": 1e-3, "weight_decay": 0.1}])
+
+    def _handle(self) -> Any:
+        if self.plain:
+            return None
+        if self.program["way"] != "prepare":
+            return offload.stream_optimizer(self.optimizer, **self.program["streaming"])
+        asked = self.program["streaming"]
+        weights = sum(one.nbytes for one in self.model.parameters())
+        options = {"step_in_backward": asked["in_backward"], "overlap_forward": asked["overlap_forward"]}
+        options |= {"layers": "layers", "device": "cpu", "min_bytes": 0, "in_pieces": False}
+        return offload.prepare(self.model, self.optimizer, int(self.program["budget"] * weights), **options)
+
+    def _checkpoint(self) -> Any:
+        return copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
+
+    def _remove(self) -> None:
+        if self.handle is not None:
+            self.handle.remove()
+            self.handle = None
+
+    def parameter(self) -> torch.Tensor:
+        """Some parameter that is trained, the same one in both runs."""
+        return self.numbers.choice([*self.model.parameters()])
+
+    def step(self, what: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """A step, with what it has about it; gives losses and other numbers on the way."""
+        model, program = self.model, self.program
+        before = [one for one in what if one in BETWEEN]
+        for one in before:
+            yield from getattr(self, one)()
+        batches = [torch.randint(WORDS, (6,)) for _ in range(program["microbatches"])]
+        for number, batch in enumerate(batches):
+            ends = number == len(batches) - 1
+            quiet: AbstractContextManager[Any] = nullcontext()
+            if self.handle is not None and not ends and program["streaming"]["in_backward"]:
+                quiet = self.handle.no_step()
+            with quiet:
+                loss = model(batch)
+                (loss / len(batches)).backward()
+            yield "loss", loss.detach().clone()
+        if "clip" in what:
+            yield "norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1).clone()
+        if "scale gradients" in what:
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+        if "closure" in what:
+            yield "closed", self.optimizer.step(functools.partial(self._again, batches[-1])).detach().clone()
+        elif "skip" not in what:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=program["to_none"])
+        model.left_out = None
+        if "freeze" in what:
+            for parameter in model.parameters():
+                parameter.requires_grad_()
+        if self.handle is None:  # it was removed for this step
+            self.handle = self._handle()
+
+    def _again(self, batch: torch.Tensor) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss: torch.Tensor = self.model(batch)
+        loss.backward()
+        return loss
+
+    def evaluate(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.model.eval()
+        with torch.no_grad():
+            yield "evaluated", self.model(torch.arange(WORDS))
+        self.model.train()
+
+    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "read", self.parameter().detach().clone()
+
+    def scale(self) -> Iterator[tuple[str, torch.Tensor]]:
+        with torch.no_grad():
+            self.parameter().mul_(0.5)
+        yield from ()
+
+    def write(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Where autograd does not see it."""
+        self.parameter().data.add_(0.01)
+        yield from ()
+
+    def rate(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.numbers.choice(self.optimizer.param_groups)["lr"] *= 0.5
+        yield from ()
+
+    def save(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.saved = self._checkpoint()
+        yield from ()
+
+    def load(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.model.load_state_dict(self.saved[0])
+        self.optimizer.load_state_dict(copy.deepcopy(self.saved[1]))
+        yield from ()
+
+    def resume(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Another optimizer goes on with the state of this one."""
+        state = copy.deepcopy(self.optimizer.state_dict())
+        self._remove()
+        self.optimizer = self._optimizer()
+        self.handle = self._handle()
+        self.optimizer.load_state_dict(state)
+        yield from ()
+
+    def remove(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """This step is the program's own."""
+        self._remove()
+        yield from ()
+
+    def fail(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """A forward of which the last layer fails."""
+        hook = self.model.layers[-1].register_forward_pre_hook(raising)
+        try:
+            self.model(torch.arange(6))
+        except ZeroDivisionError:
+            hook.remove()
+        yield from ()
+
+    def fail_in_backward(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """At its end, when other parameters may have been stepped: a checkpoint is loaded."""
+        self.model.fails = True
+        with contextlib.suppress(ZeroDivisionError):
+            self.model(torch.arange(6)).backward()
+        self.model.fails = False
+        self.optimizer.zero_grad()
+        yield from self.load()
+
+    def copy(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Of the whole model."""
+        yield from copy.deepcopy(self.model).state_dict().items()
+
+    def fewer(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The parameters of a layer get no gradient."""
+        self.model.left_out = self.numbers.randrange(len(self.model.layers))
+        yield from ()
+
+    def state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Read, and change, state."""
+        found = self.optimizer.state.get(self.parameter(), {})
+        for key, value in sorted(found.items()):
+            if isinstance(value, torch.Tensor) and value.ndim:
+                yield key, value.clone()
+                with torch.no_grad():
+                    value.mul_(0.5)
+
+    def freeze(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """A parameter is not trained in this step."""
+        self.parameter().requires_grad_(False)
+        yield from ()
+
+
+def results(seed: int, program: dict[str, Any], *, plain: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Train: losses, parameters after each step, the state at the end, and the generator's."""
+    training = Training(seed, program, plain=plain)
+    with training.stack:
+        torch.manual_seed(seed + 1)
+        for number, what in enumerate(program["steps"]):
+            for name, value in training.step(what):
+                yield f"step {number} {name}", value
+            if number % 3 == 2:
+                for name, one in training.model.named_parameters():
+                    yield f"step {number} {name}", one.detach().clone()
+        yield "generator", torch.get_rng_state()
+        for key, entry in sorted(training.optimizer.state_dict()["state"].items()):
+            for name, value in sorted(entry.items()):
+                yield f"state {key} {name}", torch.as_tensor(value).clone()
+        training._remove()
+    for name, one in training.model.named_parameters():
+        yield f"at the end {name}", one.detach().clone()
+
+
+def check(seed: int) -> str | None:
+    """What goes wrong in training ``seed``; ``None`` if nothing does.
+
+    Or ``"skipped: ..."`` if plain PyTorch fails, and ``"refused: ..."`` if an error says that it cannot be.
+    """
+    program = draw(seed)
+    try:
+        wanted = list(results(seed, program, plain=True))
+    except Exception as error:  # noqa: BLE001  # whatever it is, it is reported
+        return f"skipped: {error}"
+    try:
+        with adverse():
+            found = list(results(seed, program, plain=False))
+    except Exception as error:  # noqa: BLE001  # whatever it is, it is reported
+        refused = str(error).startswith(REFUSALS)
+        return f"{'refused' if refused else type(error).__name__}: {error}"
+    if [name for name, _ in wanted] != [name for name, _ in found]:
+        return "other numbers are there"
+    for (name, one), (_, other) in zip(wanted, found, strict=True):
+        if not torch.equal(one.cpu().nan_to_num(), other.cpu().nan_to_num()):
+            return f"different: {name}"
+    return None
