@@ -9,7 +9,7 @@ import copy
 import functools
 import random
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ BETWEEN = (
     "evaluate", "read", "scale", "write", "rate", "save", "load", "resume", "remove", "fail", "fail_in_backward",
     "fewer", "state", "freeze", "copy",
 )  # fmt: skip
-ONLY_AT_STEP = ("clip", "skip", "scale gradients", "closure")
+ONLY_AT_STEP = ("clip", "skip", "scale gradients", "closure", "inf")
 """What reads or drops gradients between backward and the step, which must not be stepped in backward then."""
 
 REFUSALS = ("memory_budget must hold", "overlap_forward must be False unless")
@@ -113,6 +113,10 @@ def draw(seed: int) -> dict[str, Any]:
         "budget": rng.choice([1.5, 2.5, 4.0, 8.0, 30.0]),
         "activations": rng.choice([None, None, 1, 1 << 14, 1 << 20]),
         "microbatches": microbatches,
+        "lengths": rng.choice([(6,), (6, 12), (3, 20, 60)]),
+        "autocast": rng.random() < 0.15,
+        "scaler": not in_backward and rng.random() < 0.3,
+        "optimizers": 2 if way != "weights" and rng.random() < 0.25 else 1,
         # Freed gradients are None, not zeros: parameters without a new one are not stepped.
         "to_none": rng.random() < 0.8 or (in_backward and (way != "optimizer" or streaming["consume_gradients"])),
         "steps": [rng.sample(kinds, rng.choice([0, 0, 1, 1, 2])) for _ in range(steps)],
@@ -128,43 +132,56 @@ class Training:
         self.model = Model(program["inner"], program["dropout"], tied=program["tied"], unused=program["unused"])
         self.model.to(program["dtype"])
         self.model.checkpoints = program["checkpoints"]
-        self.stack, self.handle = ExitStack(), None
+        self.stack, self.handles = ExitStack(), list[Any]()
+        self.scaler = torch.amp.GradScaler("cpu", 256.0, growth_interval=2, enabled=program["scaler"])
         if program["way"] == "weights" and not plain:
             some = [self.model.layers[number] for number in program["streamed"]]
             self.stack.enter_context(offload.stream_weights(some, "cpu"))
-        self.optimizer = self._optimizer()
-        self.handle = self._handle()
+        self.optimizers = self._new_optimizers()
+        self.handles = self._new_handles()
         if program["activations"] and program["way"] != "prepare" and not plain:
             layers, how = self.model.layers, program["activations"]
             options = {"num_layers": how} if how == 1 else {"memory_budget": how}
             self.stack.enter_context(offload.offload_layers(layers, device="cpu", min_bytes=0, **options))
         self.saved = self._checkpoint()
 
-    def _optimizer(self) -> torch.optim.Optimizer:
+    def _new_optimizers(self) -> list[torch.optim.Optimizer]:
         make, parameters = OPTIMIZERS[self.program["optimizer"]], [*self.model.parameters()]
-        if not self.program["groups"]:
-            return make(parameters)
         half = len(parameters) // 2
-        return make([{"params": parameters[:half]}, {"params": parameters[half:], "lr": 1e-3, "weight_decay": 0.1}])
+        if self.program["optimizers"] == 2:
+            return [make(parameters[:half]), torch.optim.SGD(parameters[half:], lr=0.1, momentum=0.5)]
+        if not self.program["groups"]:
+            return [make(parameters)]
+        groups = [{"params": parameters[:half]}, {"params": parameters[half:], "lr": 1e-3, "weight_decay": 0.1}]
+        return [make(groups)]
 
-    def _handle(self) -> Any:
+    def _new_handles(self) -> list[Any]:
         if self.plain:
-            return None
+            return []
         if self.program["way"] != "prepare":
-            return offload.stream_optimizer(self.optimizer, **self.program["streaming"])
+            return [offload.stream_optimizer(one, **self.program["streaming"]) for one in self.optimizers]
         asked = self.program["streaming"]
         weights = sum(one.nbytes for one in self.model.parameters())
         options = {"step_in_backward": asked["in_backward"], "overlap_forward": asked["overlap_forward"]}
         options |= {"layers": "layers", "device": "cpu", "min_bytes": 0, "in_pieces": False}
-        return offload.prepare(self.model, self.optimizer, int(self.program["budget"] * weights), **options)
+        return [offload.prepare(self.model, self.optimizers, int(self.program["budget"] * weights), **options)]
 
     def _checkpoint(self) -> Any:
-        return copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
+        return copy.deepcopy((self.model.state_dict(), [one.state_dict() for one in self.optimizers]))
 
     def _remove(self) -> None:
-        if self.handle is not None:
-            self.handle.remove()
-            self.handle = None
+        while self.handles:
+            self.handles.pop().remove()
+
+    def _zero_grad(self, *, to_none: bool = True) -> None:
+        for one in self.optimizers:
+            one.zero_grad(set_to_none=to_none)
+
+    def _loss(self, length: int) -> torch.Tensor:
+        cached = self.program["way"] == "optimizer"  # weights that are loaded are others in each use
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.program["autocast"], cache_enabled=cached):
+            loss: torch.Tensor = self.model(torch.randint(WORDS, (length,)))
+        return loss
 
     def parameter(self) -> torch.Tensor:
         """Some parameter that is trained, the same one in both runs."""
@@ -176,37 +193,40 @@ class Training:
         before = [one for one in what if one in BETWEEN]
         for one in before:
             yield from getattr(self, one)()
-        batches = [torch.randint(WORDS, (6,)) for _ in range(program["microbatches"])]
-        for number, batch in enumerate(batches):
-            ends = number == len(batches) - 1
-            quiet: AbstractContextManager[Any] = nullcontext()
-            if self.handle is not None and not ends and program["streaming"]["in_backward"]:
-                quiet = self.handle.no_step()
-            with quiet:
-                loss = model(batch)
-                (loss / len(batches)).backward()
+        for number in range(program["microbatches"]):
+            with ExitStack() as quiet:
+                if program["streaming"]["in_backward"] and number < program["microbatches"] - 1:
+                    for one in self.handles:
+                        quiet.enter_context(one.no_step())
+                loss = self._loss(self.numbers.choice(program["lengths"]))
+                loss = loss * float("inf") if "inf" in what else loss
+                self.scaler.scale(loss / program["microbatches"]).backward()
             yield "loss", loss.detach().clone()
         if "clip" in what:
+            for one in self.optimizers:
+                self.scaler.unscale_(one)
             yield "norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1).clone()
         if "scale gradients" in what:
             for parameter in model.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(0.5)
-        if "closure" in what:
-            yield "closed", self.optimizer.step(functools.partial(self._again, batches[-1])).detach().clone()
-        elif "skip" not in what:
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=program["to_none"])
+        if "closure" in what and not program["scaler"]:
+            yield "closed", self.optimizers[0].step(self._again).detach().clone()
+        for one in () if "skip" in what else self.optimizers:
+            self.scaler.step(one)
+        if "skip" not in what:
+            self.scaler.update()
+        self._zero_grad(to_none=program["to_none"])
         model.left_out = None
         if "freeze" in what:
             for parameter in model.parameters():
                 parameter.requires_grad_()
-        if self.handle is None:  # it was removed for this step
-            self.handle = self._handle()
+        if not self.handles:  # they were removed for this step
+            self.handles = self._new_handles()
 
-    def _again(self, batch: torch.Tensor) -> torch.Tensor:
-        self.optimizer.zero_grad()
-        loss: torch.Tensor = self.model(batch)
+    def _again(self) -> torch.Tensor:
+        self._zero_grad()
+        loss = self._loss(6)
         loss.backward()
         return loss
 
@@ -230,7 +250,7 @@ class Training:
         yield from ()
 
     def rate(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self.numbers.choice(self.optimizer.param_groups)["lr"] *= 0.5
+        self.numbers.choice(self.optimizers[0].param_groups)["lr"] *= 0.5
         yield from ()
 
     def save(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -239,16 +259,18 @@ class Training:
 
     def load(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.model.load_state_dict(self.saved[0])
-        self.optimizer.load_state_dict(copy.deepcopy(self.saved[1]))
+        for one, state in zip(self.optimizers, copy.deepcopy(self.saved[1]), strict=True):
+            one.load_state_dict(state)
         yield from ()
 
     def resume(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Another optimizer goes on with the state of this one."""
-        state = copy.deepcopy(self.optimizer.state_dict())
+        """Other optimizers go on with the state of these."""
+        states = [copy.deepcopy(one.state_dict()) for one in self.optimizers]
         self._remove()
-        self.optimizer = self._optimizer()
-        self.handle = self._handle()
-        self.optimizer.load_state_dict(state)
+        self.optimizers = self._new_optimizers()
+        self.handles = self._new_handles()
+        for one, state in zip(self.optimizers, states, strict=True):
+            one.load_state_dict(state)
         yield from ()
 
     def remove(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -271,7 +293,7 @@ class Training:
         with contextlib.suppress(ZeroDivisionError):
             self.model(torch.arange(6)).backward()
         self.model.fails = False
-        self.optimizer.zero_grad()
+        self._zero_grad()
         yield from self.load()
 
     def copy(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -285,7 +307,8 @@ class Training:
 
     def state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Read, and change, state."""
-        found = self.optimizer.state.get(self.parameter(), {})
+        parameter = self.parameter()
+        found = next((one.state[parameter] for one in self.optimizers if parameter in one.state), {})
         for key, value in sorted(found.items()):
             if isinstance(value, torch.Tensor) and value.ndim:
                 yield key, value.clone()
@@ -310,9 +333,11 @@ def results(seed: int, program: dict[str, Any], *, plain: bool) -> Iterator[tupl
                 for name, one in training.model.named_parameters():
                     yield f"step {number} {name}", one.detach().clone()
         yield "generator", torch.get_rng_state()
-        for key, entry in sorted(training.optimizer.state_dict()["state"].items()):
-            for name, value in sorted(entry.items()):
-                yield f"state {key} {name}", torch.as_tensor(value).clone()
+        for optimizer in training.optimizers:
+            for key, entry in sorted(optimizer.state_dict()["state"].items()):
+                for name, value in sorted(entry.items()):
+                    if value is not None:
+                        yield f"state {key} {name}", torch.as_tensor(value).clone()
         training._remove()
     for name, one in training.model.named_parameters():
         yield f"at the end {name}", one.detach().clone()
