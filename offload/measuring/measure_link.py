@@ -5,12 +5,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
 from offload.device.backend import Backend, Stream
 from offload.device.select import get_backend
-from offload.host.page_locked import page_locked
+from offload.host.page_locked import HostMemoryError, page_locked
 from offload.planning.plan import Plan, make_plan
 from offload.planning.profile import Link, Profile, check_profile
 
@@ -41,8 +42,7 @@ def measure_link(device: torch.device | str | int | None = None) -> Link:
     d2h_stream, h2d_stream = backend.copy_streams
     # Written once, because memory that never was has no pages of its own on the CPU.
     on_device = [backend.empty(PIECE_BYTES).zero_() for _ in range(2)]
-    host_bytes = PIECE_BYTES * (HOST_PIECES if backend.locks_any_memory else 1)
-    on_host = [page_locked(host_bytes, backend).split(PIECE_BYTES) for _ in range(2)]
+    on_host = [_host_pieces(backend) for _ in range(2)]
     d2h: _Copies = (d2h_stream, [(piece, on_device[0]) for piece in on_host[0]])
     h2d: _Copies = (h2d_stream, [(on_device[1], piece) for piece in on_host[1]])
     for stream in (d2h_stream, h2d_stream):
@@ -55,6 +55,15 @@ def measure_link(device: torch.device | str | int | None = None) -> Link:
         return len(copies) * pieces * PIECE_BYTES / run_s
 
     return Link(bytes_per_s(d2h), bytes_per_s(h2d), bytes_per_s(d2h, h2d), str(backend.device))
+
+
+def _host_pieces(backend: Backend) -> Sequence[torch.Tensor]:
+    """Pinned memory for a direction; a single piece where the host has no more, or there is no accelerator."""
+    whole: torch.Tensor | None = None
+    if backend.locks_any_memory:
+        with suppress(HostMemoryError):
+            whole = page_locked(HOST_PIECES * PIECE_BYTES, backend)
+    return [page_locked(PIECE_BYTES, backend)] if whole is None else whole.split(PIECE_BYTES)
 
 
 _Copies = tuple[Stream, Sequence[tuple[torch.Tensor, torch.Tensor]]]  # a stream; targets and sources, taken in turn

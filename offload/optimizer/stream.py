@@ -294,10 +294,10 @@ def stream_optimizer(
             steps what is left. Gradients must not be clipped or scaled between backward and the step, which raises an
             error. Run all microbatches of a step but the last in :meth:`StreamedOptimizer.no_step`.
         consume_gradients: Free each gradient after its step in backward. What reads ``p.grad`` then raises an error.
-            ``zero_grad(set_to_none=False)`` leaves no zeros then: a parameter without a new gradient is not stepped.
             That of a large head waits on the host, as its step takes longer than the next layer. That of parameters
             that :func:`stream_weights` holds is freed in any case, and so are gradients if ``fully_shard`` has sharded
-            parameters: PyTorch does not tell when it clips those.
+            parameters: PyTorch does not tell when it clips those. Of freed gradients ``zero_grad(set_to_none=False)``
+            leaves no zeros, so that a parameter without a new gradient is not stepped.
         overlap_forward: Return from ``optimizer.step()`` when its chunks are queued. The next forward begins while they
             are stepped, and what reads a parameter first, layer or program, waits for the parameter. For gradients that
             are clipped, scaled or accumulated, and so cannot be stepped in backward. Takes device memory: gradients

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.device.select import get_backend
+from offload.host.page_locked import HostMemoryError
 from offload.measuring import measure_link as measure
 from offload.measuring.measure_link import measure_link
 from offload.planning.profile import Link
@@ -144,11 +145,18 @@ class TestMeasurement:
         assert copied_early
         assert not any(copied_early)
 
-    def test_copies_do_not_use_a_single_piece_of_host_memory_again(self, monkeypatch):
-        """The caches of the CPU hold it, and not what a training offloads."""
+    @pytest.mark.parametrize("pieces", [measure.HOST_PIECES, 1])
+    def test_copies_use_as_much_host_memory_as_there_is(self, pieces, monkeypatch):
+        """The caches of the CPU hold a single piece, and not what a training offloads."""
         backend = get_backend("cpu")
+
+        def lock(nbytes, _):
+            if nbytes > pieces * self.PIECE:
+                raise HostMemoryError
+            return torch.zeros(nbytes, dtype=torch.uint8)
+
         monkeypatch.setattr(type(backend), "locks_any_memory", True)
-        monkeypatch.setattr(measure, "page_locked", lambda nbytes, _: torch.zeros(nbytes, dtype=torch.uint8))
+        monkeypatch.setattr(measure, "page_locked", lock)
         copy, targets = backend.copy, {stream: [] for stream in backend.copy_streams}
         copied = [*targets.values()]
 
@@ -159,8 +167,8 @@ class TestMeasurement:
         monkeypatch.setattr(backend, "copy", spy)
         measure_link("cpu")
         for one in copied:
-            assert len({*one}) == measure.HOST_PIECES
-            assert all(now != before for before, now in pairwise(one[-measure.HOST_PIECES :]))
+            assert len({*one}) == pieces
+            assert all(now != before for before, now in pairwise(one[-pieces:]))
 
     @pytest.mark.gpu
     def test_on_the_gpu(self):
