@@ -292,9 +292,9 @@ def training_bytes(
     made = TrainingBytes.of([*parts.values()], own, lambda one: state.get(one, 0), slots, [*state])
     if state_dtype is None:  # else all is stepped in chunks
         made = replace(made, step=max(bytes_of_step(optimizer, device) for optimizer in optimizers))
-    # A part of the state can be resident where one optimizer has all of it, and picks the parameters.
     # The gradient of a sharded parameter is never set aside.
     asides = {part: 0 if hasattr(one, "to_local") else part.nbytes for one, part in parts.items()}
+    # A part of the state can be resident where one optimizer has all of it, and picks the parameters.
     if len(optimizers) == 1:
         return replace(made, parameter_gradient=tuple(asides[one] for one in state if state[one]))
     aside = 0

@@ -110,8 +110,8 @@ def prove(
         elementwise = all(
             of_shape(value, one.value) for one, state in pairs for value in state.values() if is_large(value)
         )
-        elementwise = elementwise and not _trial_differs(together, optimizer, [one.pieces() for one in tried])
-        if not elementwise and (why := _trial_differs(together, optimizer, [[one] for one in tried])):
+        elementwise = elementwise and not _objection(together, optimizer, [one.pieces() for one in tried])
+        if not elementwise and (why := _objection(together, optimizer, [[one] for one in tried])):
             raise _no_proof(optimizer, why)
         try:
             unhooked_step(optimizer)(without_parameters(optimizer))
@@ -229,7 +229,7 @@ def _step_sets(optimizer: torch.optim.Optimizer, sets: list[list[_Tried]]) -> li
     return results
 
 
-def _trial_differs(together: list[_Outcome], optimizer: torch.optim.Optimizer, sets: list[list[_Tried]]) -> str:
+def _objection(together: list[_Outcome], optimizer: torch.optim.Optimizer, sets: list[list[_Tried]]) -> str:
     """What is wrong if parameters are stepped in these sets; empty if they get the same bits, and the same state."""
     other = "whose parameters get other bits when they are stepped one by one"
     try:

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,6 +94,31 @@ def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     except AssertionError:
         return False
     return True
+
+
+def compare(
+    plain: Callable[[], Iterable[tuple[str, torch.Tensor]]],
+    ours: Callable[[], Iterable[tuple[str, torch.Tensor]]],
+    refusals: tuple[str, ...],
+) -> str | None:
+    """What goes wrong in a program that gives named numbers, in plain PyTorch and with the library.
+
+    ``None`` if nothing does; ``"skipped: ..."`` if plain PyTorch fails, and ``"refused: ..."`` if the library raises a
+    ``ValueError`` that begins with one of the ``refusals``.
+    """
+    try:
+        wanted = list(plain())
+    except Exception as error:  # noqa: BLE001  # whatever it is, it is reported
+        return f"skipped: {error}"
+    try:
+        found = list(ours())
+    except Exception as error:  # noqa: BLE001  # whatever it is, it is reported
+        refused = isinstance(error, ValueError) and str(error).startswith(refusals)
+        return f"{'refused' if refused else type(error).__name__}: {error}"
+    if [name for name, _ in wanted] != [name for name, _ in found]:
+        return "other numbers are there"
+    pairs = zip(wanted, found, strict=True)
+    return next((f"different: {name}" for (name, one), (_, other) in pairs if not same(one, other)), None)
 
 
 class Layer(nn.Module):

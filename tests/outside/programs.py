@@ -6,6 +6,7 @@ Every gradient, buffer and generator of each program is compared with plain PyTo
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from offload import Link, offload_layers, plan, profile_layers, stream_weights
+
+from .comparison import compare
 
 WIDTH = 6
 
@@ -336,23 +339,7 @@ REFUSALS = ("the plan must be for these layers", "memory_budget must be at least
 
 
 def check(seed: int) -> str | None:
-    """What goes wrong in program ``seed``; ``None`` if nothing does.
-
-    Or ``"skipped: ..."`` if plain PyTorch fails, and ``"refused: ..."`` if there is no such plan.
-    """
+    """What goes wrong in program ``seed``, as :func:`compare` tells it; it is refused if there is no such plan."""
     program = draw(seed)
-    try:
-        wanted = list(results(seed, program, plain=True))
-    except Exception as error:  # noqa: BLE001  # whatever it is, it is reported
-        return f"skipped: {error}"
-    try:
-        found = list(results(seed, program, plain=False))
-    except Exception as error:  # noqa: BLE001  # whatever it is, it is reported
-        refused = isinstance(error, ValueError) and str(error).startswith(REFUSALS)
-        return f"{'refused' if refused else type(error).__name__}: {error}"
-    if [name for name, _ in wanted] != [name for name, _ in found]:
-        return "other gradients are there"
-    for (name, one), (_, other) in zip(wanted, found, strict=True):
-        if not torch.equal(one.nan_to_num(), other.nan_to_num()):
-            return f"different: {name}"
-    return None
+    plain, ours = (partial(results, seed, program, plain=one) for one in (True, False))
+    return compare(plain, ours, REFUSALS)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 
-from .comparison import adverse
+from .comparison import adverse, compare
 
 WIDTH, WORDS = 32, 64
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -37,8 +37,8 @@ BETWEEN = (
 ONLY_AT_STEP = ("clip", "skip", "scale gradients", "closure", "inf")
 """What reads or drops gradients between backward and the step, which must not be stepped in backward then."""
 
-REFUSALS = ("memory_budget must hold", "overlap_forward must be False unless")
-"""What the messages of errors begin with that say what cannot be."""
+REFUSALS = ("memory_budget must hold",)
+"""What the messages of errors begin with that say that no recipe fits."""
 
 
 class Block(nn.Module):
@@ -190,8 +190,7 @@ class Training:
     def step(self, what: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """A step, with what it has about it; gives losses and other numbers on the way."""
         model, program = self.model, self.program
-        before = [one for one in what if one in BETWEEN]
-        for one in before:
+        for one in (one for one in what if one in BETWEEN):
             yield from getattr(self, one)()
         for number in range(program["microbatches"]):
             with ExitStack() as quiet:
@@ -344,24 +343,11 @@ def results(seed: int, program: dict[str, Any], *, plain: bool) -> Iterator[tupl
 
 
 def check(seed: int) -> str | None:
-    """What goes wrong in training ``seed``; ``None`` if nothing does.
-
-    Or ``"skipped: ..."`` if plain PyTorch fails, and ``"refused: ..."`` if an error says that it cannot be.
-    """
+    """What goes wrong in training ``seed``, as :func:`compare` tells it; it is refused if no recipe fits."""
     program = draw(seed)
-    try:
-        wanted = list(results(seed, program, plain=True))
-    except Exception as error:  # noqa: BLE001  # whatever it is, it is reported
-        return f"skipped: {error}"
-    try:
+
+    def ours() -> list[tuple[str, torch.Tensor]]:
         with adverse():
-            found = list(results(seed, program, plain=False))
-    except Exception as error:  # noqa: BLE001  # whatever it is, it is reported
-        refused = str(error).startswith(REFUSALS)
-        return f"{'refused' if refused else type(error).__name__}: {error}"
-    if [name for name, _ in wanted] != [name for name, _ in found]:
-        return "other numbers are there"
-    for (name, one), (_, other) in zip(wanted, found, strict=True):
-        if not torch.equal(one.cpu().nan_to_num(), other.cpu().nan_to_num()):
-            return f"different: {name}"
-    return None
+            return list(results(seed, program, plain=False))
+
+    return compare(functools.partial(results, seed, program, plain=True), ours, REFUSALS)
