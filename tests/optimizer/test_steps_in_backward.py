@@ -362,7 +362,11 @@ def test_parameters_can_be_read_after_a_backward_that_was_refused(lab: Lab) -> N
     loss = model(torch.randn(4, WIDTH, device=lab.device)).square().mean()
     with pytest.raises(RuntimeError, match="no recomputation must read it"):
         loss.backward()
-    assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    begin_s = time.monotonic()
+    while {type(parameter) for parameter in model.parameters()} != {nn.Parameter}:
+        assert time.monotonic() - begin_s < 60  # autograd's own thread may free a backward after its error is raised
+        time.sleep(0.01)
     with pytest.raises(RuntimeError, match="load both from a checkpoint"):
         optimizer.step()
     with pytest.warns(UserWarning, match="load both from a checkpoint"):
