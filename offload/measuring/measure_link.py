@@ -5,23 +5,17 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 
 import torch
 
 from offload.device.backend import Backend, Stream
 from offload.device.select import get_backend
-from offload.host.page_locked import HostMemoryError, page_locked
+from offload.host.page_locked import page_locked
 from offload.planning.plan import Plan, make_plan
 from offload.planning.profile import Link, Profile, check_profile
 
 PIECE_BYTES = 64 << 20
 """Large enough that the cost of starting a copy does not show: 1 MiB pieces reach 90% on PCIe Gen5."""
-
-HOST_PIECES = 8
-"""Pieces of pinned memory that the copies of a direction take in turn. A single one remains in the CPU's caches, and is
-copied faster than what a training offloads. (H200: one piece 55 GB/s each way, 101 both; in a fine-tune with 60 GiB of
-state on the host 50 each way and 91 both, whether the GPU computes or not.)"""
 
 RUN_S = 0.02  # each bandwidth is taken from as many pieces as take about this long
 
@@ -32,8 +26,8 @@ REPEATS = 5  # so often each of the three bandwidths is measured; the median cou
 def measure_link(device: torch.device | str | int | None = None) -> Link:
     """Measure the link with copies like the library's own: pinned memory, the same streams.
 
-    It takes about half a second, 128 MiB on the device, and 1 GiB on the host. Without an accelerator it measures how
-    fast the CPU backend's threads copy memory.
+    It takes well under a second, and 128 MiB on the device and on the host. Without an accelerator it measures how fast
+    the CPU backend's threads copy memory.
 
     Args:
         device: ``None`` is the current accelerator, and the CPU where there is none.
@@ -42,40 +36,31 @@ def measure_link(device: torch.device | str | int | None = None) -> Link:
     d2h_stream, h2d_stream = backend.copy_streams
     # Written once, because memory that never was has no pages of its own on the CPU.
     on_device = [backend.empty(PIECE_BYTES).zero_() for _ in range(2)]
-    on_host = [_host_pieces(backend) for _ in range(2)]
-    d2h: _Copies = (d2h_stream, [(piece, on_device[0]) for piece in on_host[0]])
-    h2d: _Copies = (h2d_stream, [(on_device[1], piece) for piece in on_host[1]])
+    on_host = [page_locked(PIECE_BYTES, backend) for _ in range(2)]
+    d2h: _Copy = (d2h_stream, on_host[0], on_device[0])
+    h2d: _Copy = (h2d_stream, on_device[1], on_host[1])
     for stream in (d2h_stream, h2d_stream):
         stream.wait_event(backend.compute_stream().record_event())
     _copy_s(backend, [d2h, h2d], 1)  # Warm up, and wait for what is queued already.
     pieces = min(MAX_PIECES, max(1, round(RUN_S / _copy_s(backend, [d2h, h2d], 1))))
 
-    def bytes_per_s(*copies: _Copies) -> float:
+    def bytes_per_s(*copies: _Copy) -> float:
         run_s = statistics.median(_copy_s(backend, copies, pieces) for _ in range(REPEATS))
         return len(copies) * pieces * PIECE_BYTES / run_s
 
     return Link(bytes_per_s(d2h), bytes_per_s(h2d), bytes_per_s(d2h, h2d), str(backend.device))
 
 
-def _host_pieces(backend: Backend) -> Sequence[torch.Tensor]:
-    """Pinned memory for a direction; a single piece where the host has no more, or there is no accelerator."""
-    whole: torch.Tensor | None = None
-    if backend.locks_any_memory:
-        with suppress(HostMemoryError):
-            whole = page_locked(HOST_PIECES * PIECE_BYTES, backend)
-    return [page_locked(PIECE_BYTES, backend)] if whole is None else whole.split(PIECE_BYTES)
+_Copy = tuple[Stream, torch.Tensor, torch.Tensor]  # stream, target, source
 
 
-_Copies = tuple[Stream, Sequence[tuple[torch.Tensor, torch.Tensor]]]  # a stream; targets and sources, taken in turn
-
-
-def _copy_s(backend: Backend, copies: Sequence[_Copies], pieces: int) -> float:
+def _copy_s(backend: Backend, copies: Sequence[_Copy], pieces: int) -> float:
     """Seconds for ``pieces`` copies of each kind, all kinds at once, from an idle link to an idle link."""
     start = time.perf_counter()
-    for number in range(pieces):
-        for stream, pairs in copies:
-            backend.copy(stream, *pairs[number % len(pairs)])
-    for event in [stream.record_event() for stream, _ in copies]:
+    for _ in range(pieces):
+        for stream, target, source in copies:
+            backend.copy(stream, target, source)
+    for event in [stream.record_event() for stream, _, _ in copies]:
         event.synchronize()
     return time.perf_counter() - start
 

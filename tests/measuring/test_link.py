@@ -3,7 +3,6 @@
 import functools
 import threading
 import time
-from itertools import pairwise
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.device.select import get_backend
-from offload.host.page_locked import HostMemoryError
 from offload.measuring import measure_link as measure
 from offload.measuring.measure_link import measure_link
 from offload.planning.profile import Link
@@ -144,31 +142,6 @@ class TestMeasurement:
         measure_link("cpu")
         assert copied_early
         assert not any(copied_early)
-
-    @pytest.mark.parametrize("pieces", [measure.HOST_PIECES, 1])
-    def test_copies_use_as_much_host_memory_as_there_is(self, pieces, monkeypatch):
-        """The caches of the CPU hold a single piece, and not what a training offloads."""
-        backend = get_backend("cpu")
-
-        def lock(nbytes, _):
-            if nbytes > pieces * self.PIECE:
-                raise HostMemoryError
-            return torch.zeros(nbytes, dtype=torch.uint8)
-
-        monkeypatch.setattr(type(backend), "locks_any_memory", True)
-        monkeypatch.setattr(measure, "page_locked", lock)
-        copy, targets = backend.copy, {stream: [] for stream in backend.copy_streams}
-        copied = [*targets.values()]
-
-        def spy(stream, target, source):
-            targets[stream].append((target if stream is backend.copy_streams[0] else source).data_ptr())
-            copy(stream, target, source)
-
-        monkeypatch.setattr(backend, "copy", spy)
-        measure_link("cpu")
-        for one in copied:
-            assert len({*one}) == pieces
-            assert all(now != before for before, now in pairwise(one[-pieces:]))
 
     @pytest.mark.gpu
     def test_on_the_gpu(self):
