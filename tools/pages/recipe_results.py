@@ -1,5 +1,6 @@
 """Whole trainings under one budget, for the pages: from ``results/recipe.json`` and ``optimizer_state.json``."""
 
+import math
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -86,18 +87,46 @@ def whole_trainings(_page: Path) -> str:
     said = (
         f"{where(record, rows)} "
         f"{LLAMA} in bfloat16, AdamW with float32 moments, the loss in chunks, {OPTIONS}. "
-        "Each row is a process that PyTorch limits to the budget. Without a budget, all is on the device, "
-        "checkpointed by Hugging Face: the others' baseline, of their commit or else the newest."
+        "PyTorch limits each row's process to the budget. Without a budget, all is on the device, "
+        "checkpointed by Hugging Face: the others' baseline, of their commit or the newest."
     )
     parts = [said]
     for tokens in sorted({row["tokens"] for row in rows}):
         those = sorted((row for row in rows if row["tokens"] == tokens), key=itemgetter("budget_bytes"))
         shown = with_runs(cells(those, columns_of(rows)), those, record, among=rows)
         parts.append(f"{tokens:,} tokens:\n\n{markdown_table(shown, left=1, answer=('longer by', 'peak, GiB'))}")
+        if by_hand := [row for row in record["by_hand"] if row["tokens"] == tokens and "step_s" in row]:
+            parts.append(beside_by_hand(by_hand, those))
     if any("error" in row and "step_s" in row for row in rows):
         parts.append("The row without a peak is of a run that was cut: its seconds are from its log.")
     parts += [largest_of(row, record) for row in record.get("largest", ()) if "step_s" in row]
     return "\n\n".join(parts) + "\n"
+
+
+def beside_by_hand(by_hand: list[Row], by_one_line: list[Row]) -> str:
+    """A row for each recipe that was put together by the calls for its parts, and a column for each budget it fits."""
+    chosen = {row["budget_bytes"]: row["step_s"] for row in by_one_line if row["budget_bytes"] and "step_s" in row}
+    budgets = sorted(chosen.keys() & {row["budget_bytes"] for row in by_hand})
+
+    def cells_of(seconds: dict[int, float]) -> dict[str, str]:
+        return {f"{gib(one, 0)} GiB": f"{seconds[one]:.2f}" if one in seconds else "" for one in budgets}
+
+    shown = [{"step, s": "by the one line"} | cells_of(chosen)]
+    for recipe in dict.fromkeys(row["recipe"] for row in sorted(by_hand, key=itemgetter("budget_bytes"))):
+        seconds = {row["budget_bytes"]: row["step_s"] for row in by_hand if row["recipe"] == recipe}
+        shown.append({"step, s": recipe_in_words(recipe)} | cells_of(seconds))
+    best = {one: min(row["step_s"] for row in by_hand if row["budget_bytes"] == one) for one in budgets}
+    faster = max(chosen[one] / best[one] - 1 for one in budgets)
+    return (
+        "Put together by hand (`python -m benchmarks.recipe --by-hand`), no recipe that fits is more than "
+        f"{math.ceil(100 * faster)}% faster:\n\n{markdown_table(shown, left=1)}"
+    )
+
+
+def recipe_in_words(recipe: str) -> str:
+    """What is not on the device all the time."""
+    moved = [part for part in recipe.split(", ") if not part.endswith("resident")]
+    return ", ".join(moved) or "all on the device"
 
 
 def largest_of(row: Row, record: Row) -> str:
@@ -105,17 +134,13 @@ def largest_of(row: Row, record: Row) -> str:
     here, there = (gib(nbytes, 0) for nbytes in row["state_bytes"])
     device, host = (gib(row[key], 0) for key in ("budget_bytes", "host_limit_bytes"))
     trained, limit = (f"{row[key] / 1e9:.1f}" for key in ("parameters", "limit_parameters"))
-    peak = (
-        f"peak {gib(row['peak_bytes'], 1)} GiB"
-        if "peak_bytes" in row
-        else "the seconds are from its log, without a peak"
-    )
+    peak = f"peak {gib(row['peak_bytes'], 1)} GiB" if "peak_bytes" in row else "from its log, without a peak"
     return (
         f"The largest model has the same shape with {row['layers']} layers, **{trained} billion parameters**. With "
         f"{device} GiB of device and {host} GiB of host memory, the one line trains it at {row['tokens_per_s']:,.0f} "
-        f"tokens/s, {row['tokens']:,} tokens in {row['step_s']:.2f} s. A parameter takes 10 bytes, of weights and of "
-        f"state, so both memories hold at most {limit} billion parameters; this is {100 * row['of_limit']:.0f}%. "
-        f"{here} GiB of the state are on the device, and {there} GiB on the host. {measured_on([row], record)}; {peak}."
+        f"tokens/s, {row['tokens']:,} tokens in {row['step_s']:.2f} s. With 10 bytes of weights and state for a "
+        f"parameter, both memories hold at most {limit} billion; this is {100 * row['of_limit']:.0f}%. "
+        f"The device has {here} GiB of the state, the host {there} GiB. {measured_on([row], record)}; {peak}."
     )
 
 
@@ -136,8 +161,7 @@ def columns_of(rows: list[Row]) -> Columns:
     def recipe(row: Any) -> str:
         if "recipe" not in row:
             return "" if "error" in row else "all on the device, checkpointed"
-        moved = [part for part in row["recipe"].split(", ") if not part.endswith("resident")]
-        return ", ".join(moved) or "all on the device"
+        return recipe_in_words(row["recipe"])
 
     return {
         "budget": lambda row: f"{gib(row['budget_bytes'], 0)} GiB" if row["budget_bytes"] else "none",
