@@ -173,18 +173,28 @@ class Transfers:
 
     @contextmanager
     def lend(self, sizes: Sequence[int]) -> Iterator[list[torch.UntypedStorage]]:
-        """Host memory of these sizes, pinned if there is so much: else copies take ten times as long, and more."""
-        buffers = None
-        with suppress(HostMemoryError):
-            buffers = self.pool.take_whole(sizes, self.max_host_bytes)
-        if buffers is None:  # not in a handler: since Python 3.12, an error in the block would hold itself, and tensors
-            yield [*map(torch.UntypedStorage, sizes)]
-            return
+        """Host memory of these sizes, pinned as far as there is enough: copies to other take ten times as long.
+
+        The pool may be full but for what was lent before; a layer may have taken some of that for its input since.
+        """
+        buffers: dict[int, HostBuffer] = {}
         try:
-            yield [own_storage(buffer.pieces[0]).untyped_storage() for buffer in buffers]
+            self._borrow([*range(len(sizes))], sizes, buffers)
+            for number in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
+                if number not in buffers:
+                    self._borrow([number], sizes, buffers)
+            memories = {number: own_storage(one.pieces[0]).untyped_storage() for number, one in buffers.items()}
+            yield [memories.get(number) or torch.UntypedStorage(size) for number, size in enumerate(sizes)]
         finally:
-            for buffer in buffers:
+            for buffer in buffers.values():
                 self.pool.give(buffer)
+
+    def _borrow(self, numbers: Sequence[int], sizes: Sequence[int], buffers: dict[int, HostBuffer]) -> None:
+        """Add pinned memory for these of the ``sizes``, or for none of them."""
+        # Not around the block that has the memory: an error there would hold itself, and tensors, since Python 3.12.
+        with suppress(HostMemoryError):
+            taken = self.pool.take_whole([sizes[number] for number in numbers], self.max_host_bytes)
+            buffers.update(zip(numbers, taken, strict=True))
 
     def end_batch(self) -> None:
         """Mark the copies to the host that were queued since this was called last, if there are any."""

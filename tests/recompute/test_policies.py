@@ -267,6 +267,19 @@ def test_where_memory_is_short_comparing_second_runs_needs_no_more_than_the_step
     assert peaks[0] <= peaks[1]
 
 
+@pytest.mark.usefixtures("no_room")
+def test_the_pool_lends_what_it_may_where_that_is_not_enough(lab: Lab) -> None:
+    """To compare a second run. Copies in ordinary memory alone would take seconds for each layer."""
+    layers, _ = build("decoder", LAYERS, lab.device)
+    x = torch.rand(8, 64, WIDTH, device=lab.device, requires_grad=True)
+    expected, most = step_gradients(layers, x), 2 * x.nbytes
+    with offloaded(layers, lab, max_host_bytes=most) as handle:
+        assert_same(expected, step_gradients(layers, x))
+        assert x.nbytes <= handle.stats().pinned_bytes <= most
+        lab.drain()
+        assert lab.pool.used_bytes == 0
+
+
 @pytest.mark.usefixtures("nothing_recomputed")
 def test_no_more_is_moved_to_the_host_than_leaves_room() -> None:
     """All memory of what is moved: two tensors may be views of one storage."""
