@@ -27,7 +27,7 @@ from offload.base.torch_private import (
 from offload.measuring.follow_plan import FollowPlan
 from offload.measuring.memory_left import MemoryLeft
 from offload.measuring.profile_layers import learning_policies
-from offload.measuring.try_levels import TIMES, Levels, NotCompiledError, costs_of_levels, try_levels
+from offload.measuring.try_levels import TIMES, Levels, NotCompiledError, ToTry, costs_of_levels, try_levels
 from offload.observe.compiled_memory import count_compiled
 from offload.recompute.compiled_levels import CompiledForward, CompiledPolicies, Level, Runs, parse_compile
 from offload.recompute.layer_inputs import LayerInputs
@@ -98,7 +98,8 @@ class FollowCompiledPlan(FollowPlan):
                 raise NotCompiledError("the program checkpoints it")
             if not counts:
                 self._peak.start()
-            found = try_levels(layer, policies.forward, inputs, self._rules, self._backend, self._peak, times)
+            tried = ToTry(layer, policies.forward, inputs, self._rules, self._backend, self._peak)
+            found = try_levels(tried, times)
         except NotCompiledError as error:
             self._give_up(number, layer, policies.forward, error)
             return

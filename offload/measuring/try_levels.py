@@ -54,6 +54,17 @@ class NotCompiledError(Exception):
         self.compiles = compiles
 
 
+class ToTry(NamedTuple):
+    """A layer whose forward is about to begin."""
+
+    layer: nn.Module
+    forward: CompiledForward
+    given: tuple[Any, Any]  # the forward's arguments, positional and by keyword
+    rules: Rules
+    backend: Backend
+    memory: MemoryPeak  # tells what each level needs
+
+
 class Levels(NamedTuple):
     """What a layer's trial has found."""
 
@@ -76,15 +87,8 @@ class _LevelRun(NamedTuple):
 class _Trial:
     """One layer, and copies of its inputs."""
 
-    def __init__(
-        self,
-        layer: nn.Module,
-        forward: CompiledForward,
-        given: tuple[Any, Any],
-        rules: Rules,
-        backend: Backend,
-        memory: MemoryPeak,
-    ) -> None:
+    def __init__(self, tried: ToTry) -> None:
+        layer, forward, given, rules, backend, memory = tried
         inputs = LayerInputs(*given)
         _check_can_be_tried(layer, inputs)
         self._forward, self._rules, self._backend, self._memory = forward, rules, backend, memory
@@ -189,18 +193,8 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return once.clone().expand(tensor.shape)
 
 
-def try_levels(
-    layer: nn.Module,
-    forward: CompiledForward,
-    given: tuple[Any, Any],
-    rules: Rules,
-    backend: Backend,
-    memory: MemoryPeak,
-    times: int = TIMES,
-) -> Levels:
-    """Run a layer, whose forward is about to begin, at each level, on copies of what its forward is ``given``.
-
-    So many ``times`` a run at each level is timed. ``memory`` tells what each level needs.
+def try_levels(tried: ToTry, times: int = TIMES) -> Levels:
+    """Run a layer at each level, on copies of its inputs; so many ``times`` a run at each level is timed.
 
     Raises:
         NotCompiledError: The layer does not compile, or no level recomputes what the layer computes.
@@ -211,13 +205,13 @@ def try_levels(
     saved: dict[Level, int] = {}
     needed: dict[Level, int] = {}
     try:
-        trial = _Trial(layer, forward, given, rules, backend, memory)
+        trial = _Trial(tried)
         with trial.unchanged():
             trial.check()
             expected = trial.run(Level.ALL)
             noisy: bool | None = None  # whether the same level gives other bits each time
             for level in (Level.ALL, Level.NOTHING, Level.PRODUCTS, Level.ATTENTION):
-                if level in (Level.PRODUCTS, Level.ATTENTION) and not forward.has(level):
+                if level in (Level.PRODUCTS, Level.ATTENTION) and not tried.forward.has(level):
                     continue
                 found = trial.run(level)
                 apart = _apart(expected, found)
@@ -226,11 +220,11 @@ def try_levels(
                 rounds = 0 < apart <= 1 and not noisy
                 if apart > 1:
                     said.append(f"never saves {_SAVES[level]}, since the gradients are wrong then")
-                elif rounds and not forward.asked:
+                elif rounds and not tried.forward.asked:
                     said.append(f"never saves {_SAVES[level]}: gradients round otherwise, which compile=True accepts")
                 elif rounds:
                     said.append(f"rounds gradients otherwise where it saves {_SAVES[level]}, as its dtypes allow")
-                if apart <= 1 and (forward.asked or not rounds):
+                if apart <= 1 and (tried.forward.asked or not rounds):
                     saved[level] = found.saved_bytes
                     runs = [(found.needed_bytes, *found.timed)]
                     del found
@@ -239,10 +233,10 @@ def try_levels(
                         runs.append((again.needed_bytes, *again.timed))
                         del again
                     each_bytes, marks, took_s = zip(*runs, strict=True)
-                    if memory.counts:
+                    if tried.memory.counts:
                         needed[level] = min(each_bytes)  # the compiler may try kernels as they run for the first time
                     if times:
-                        seconds[level], host_s[level] = min(backend.seconds(marks[1:])), min(took_s[1:])
+                        seconds[level], host_s[level] = min(tried.backend.seconds(marks[1:])), min(took_s[1:])
                 elif level is Level.NOTHING:
                     break  # then no other level will do
     except NotCompiledError:
