@@ -49,7 +49,7 @@ prepared = offload.prepare(
     memory_budget=arguments.memory_budget,
     max_host_bytes=arguments.max_host_bytes,
     state_dtype=torch.float32,  # AdamW's moments, of weights in bfloat16
-    step_in_backward=True,  # leave it out to clip or to accumulate gradients
+    step_in_backward=True,  # leave it out to clip; to accumulate, use prepared.no_step()
     min_bytes=1 if on_cpu else "2MiB",
 )
 

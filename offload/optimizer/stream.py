@@ -300,7 +300,7 @@ def stream_optimizer(
             leaves no zeros, so that a parameter without a new gradient is not stepped.
         overlap_forward: Return from ``optimizer.step()`` when its chunks are queued. The next forward begins while they
             are stepped, and what reads a parameter first, layer or program, waits for the parameter. For gradients that
-            are clipped, scaled or accumulated, and so cannot be stepped in backward. Takes device memory: gradients
+            are clipped or scaled, and so cannot be stepped in backward. Takes device memory: gradients
             are freed as their parameters are read. With compiled code, ``step()`` waits as without the option. With
             ``in_backward``, a quarter of the state is stepped so from the second step on, and backward steps the rest:
             short steps have the link for their whole time.

@@ -93,7 +93,7 @@ def llama_8b(_page: Path) -> str:
     }
     shown = cells(record["rows"], columns)
     told = markdown_table(shown, left=1, answer=("against checkpointing", "GPU memory, GiB"))
-    tokens = f"{record['tokens']:,} tokens; weights, gradients and moments are included."
+    tokens = f"{record['tokens']:,} tokens; weights, gradients and moments, all in bfloat16, are included."
     return f"{where(record)} {tokens}\n\n{told}\n"
 
 

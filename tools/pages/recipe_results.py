@@ -126,7 +126,7 @@ def beside_by_hand(by_hand: list[Row], by_one_line: list[Row]) -> str:
 def recipe_in_words(recipe: str) -> str:
     """What is not on the device all the time."""
     moved = [part for part in recipe.split(", ") if not part.endswith("resident")]
-    return ", ".join(moved) or "all on the device"
+    return ", ".join(moved) or "weights and state on the device"
 
 
 def largest_of(row: Row, record: Row) -> str:

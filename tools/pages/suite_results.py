@@ -179,6 +179,7 @@ def pinning(_page: Path) -> str:
     rows = [row for row in read("suite")["rows"] if row["family"] == "offload" and row.get("pinned_bytes", 0) > 5 * GIB]
     costs = [(row["first_s"] - row["step_s"]) / (row["pinned_bytes"] / GIB) for row in rows]
     return (
+        "(pinning-cost)=\n"
         f"The first step pins memory, which takes {min(costs):.2f} to {max(costs):.2f} s per GiB. This is the first "
         f"step less a later one, in the {len(rows)} rows of this library on this page that pin more than 5 GiB.\n"
     )
