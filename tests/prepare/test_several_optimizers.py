@@ -203,7 +203,7 @@ def test_refused(lab: Lab) -> None:
     said = r"optimizers must hold different parameters, got 2 that two of them hold, the first of shape \(64, 64\)"
     with pytest.raises(ValueError, match=said):
         offload.prepare(model, twice, 1 << 30, device=lab.device)
-    with pytest.raises(TypeError, match=r"Optimizer of the model's parameters, got a list"):
+    with pytest.raises(ValueError, match=r"or several in a list, got an empty one"):
         offload.prepare(model, [], 1 << 30, device=lab.device)
 
 
