@@ -106,7 +106,7 @@ def prepare(
     check_type("model", model, nn.Module, "a module")
     optimizers: list[Any] = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
     if not optimizers:
-        raise ValueError("optimizer must be an optimizer of the model's parameters, or several in a list, got an empty one.")
+        raise ValueError("optimizer must be one of the model's parameters, or several in a list, got an empty one.")
     for one in optimizers:
         check_type("optimizer", one, torch.optim.Optimizer, "a torch.optim.Optimizer of the model's parameters")
     check_float32(state_dtype, master_weights=master_weights)
