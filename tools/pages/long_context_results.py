@@ -118,7 +118,8 @@ def longest_table(_page: Path) -> str:
             failed = row.get("shortest_failed_tokens")
             longest = f"at least {longest}" + (f", less than {failed:,}" if failed else "")
         about = "" if row.get("whole", True) else "about "
-        return f"{longest} ({about}{row['tokens_per_s']:,.0f} tokens/s)" if tokens else "does not fit"
+        how = f"; {LENGTHS[row['way']]}" if way == "inputs" else ""  # the library's is of several ways
+        return f"{longest} ({about}{row['tokens_per_s']:,.0f} tokens/s{how})" if tokens else "does not fit"
 
     rows = longest()
     ways = {way: name for way, (name, _) in LIMITED.items() if any(way in row for row in rows.values())}
