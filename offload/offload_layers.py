@@ -116,7 +116,8 @@ def offload_layers(
             device.
         max_host_bytes: The most pinned host memory to use for a device, in bytes or as a text such as ``"40GiB"``; by
             default what the system has left. Activations that do not fit are kept on the device, with one warning.
-            A plan for ``memory_budget`` counts what others hold of it, such as optimizer state.
+            A plan for ``memory_budget`` counts what others hold of the pool, such as optimizer state; the weights of
+            :func:`stream_weights` are outside of it.
         policies: What happens to the regions of each layer: patterns of their names (a module, and the operation that
             it runs, such as ``"mlp.up_proj: mm"``; or the operation alone), each with ``"keep"``, ``"offload"`` or
             ``"recompute"``. The first pattern that matches decides; a region that no pattern matches is kept. Regions

@@ -173,9 +173,9 @@ class Transfers:
 
     @contextmanager
     def lend(self, sizes: Sequence[int]) -> Iterator[list[torch.UntypedStorage]]:
-        """Host memory of these sizes, pinned as far as there is enough: copies to other take ten times as long.
+        """Host memory of these sizes, pinned as far as there is so much: else copies take ten times as long, and more.
 
-        The pool may be full but for what was lent before; a layer may have taken some of that for its input since.
+        A pool that may not grow has what it has lent before, less what layers have taken for their inputs since.
         """
         buffers: dict[int, HostBuffer] = {}
         try:

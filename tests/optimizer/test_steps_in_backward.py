@@ -364,9 +364,10 @@ def test_parameters_can_be_read_after_a_backward_that_was_refused(lab: Lab) -> N
         loss.backward()
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     begin_s = time.monotonic()
-    while {type(parameter) for parameter in model.parameters()} != {nn.Parameter}:
-        assert time.monotonic() - begin_s < 60  # autograd's own thread may free a backward after its error is raised
+    while lab.device.type != "cpu" and {type(one) for one in model.parameters()} != {nn.Parameter}:
+        assert time.monotonic() - begin_s < 60  # autograd's thread for a GPU may free a backward after its error
         time.sleep(0.01)
+    assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
     with pytest.raises(RuntimeError, match="load both from a checkpoint"):
         optimizer.step()
     with pytest.warns(UserWarning, match="load both from a checkpoint"):

@@ -96,14 +96,14 @@ def whole_trainings(_page: Path) -> str:
         shown = with_runs(cells(those, columns_of(rows)), those, record, among=rows)
         parts.append(f"{tokens:,} tokens:\n\n{markdown_table(shown, left=1, answer=('longer by', 'peak, GiB'))}")
         if by_hand := [row for row in record["by_hand"] if row["tokens"] == tokens and "step_s" in row]:
-            parts.append(beside_by_hand(by_hand, those))
+            parts.append(beside_by_hand(by_hand, those, record))
     if any("error" in row and "step_s" in row for row in rows):
         parts.append("The row without a peak is of a run that was cut: its seconds are from its log.")
     parts += [largest_of(row, record) for row in record.get("largest", ()) if "step_s" in row]
     return "\n\n".join(parts) + "\n"
 
 
-def beside_by_hand(by_hand: list[Row], by_one_line: list[Row]) -> str:
+def beside_by_hand(by_hand: list[Row], by_one_line: list[Row], record: Row) -> str:
     """A row for each recipe that was put together by the calls for its parts, and a column for each budget it fits."""
     chosen = {row["budget_bytes"]: row["step_s"] for row in by_one_line if row["budget_bytes"] and "step_s" in row}
     budgets = sorted(chosen.keys() & {row["budget_bytes"] for row in by_hand})
@@ -111,10 +111,13 @@ def beside_by_hand(by_hand: list[Row], by_one_line: list[Row]) -> str:
     def cells_of(seconds: dict[int, float]) -> dict[str, str]:
         return {f"{gib(one, 0)} GiB": f"{seconds[one]:.2f}" if one in seconds else "" for one in budgets}
 
-    shown = [{"step, s": "by the one line"} | cells_of(chosen)]
+    shown = [{"step, s": "by the one line"} | cells_of(chosen) | {"measured": "above"}]
     for recipe in dict.fromkeys(row["recipe"] for row in sorted(by_hand, key=itemgetter("budget_bytes"))):
-        seconds = {row["budget_bytes"]: row["step_s"] for row in by_hand if row["recipe"] == recipe}
-        shown.append({"step, s": recipe_in_words(recipe)} | cells_of(seconds))
+        own = [row for row in by_hand if row["recipe"] == recipe]
+        seconds = {row["budget_bytes"]: row["step_s"] for row in own}
+        shown.append(
+            {"step, s": recipe_in_words(recipe)} | cells_of(seconds) | {"measured": measured_on(own, record)}
+        )
     best = {one: min(row["step_s"] for row in by_hand if row["budget_bytes"] == one) for one in budgets}
     faster = max(chosen[one] / best[one] - 1 for one in budgets)
     return (
