@@ -115,9 +115,7 @@ def beside_by_hand(by_hand: list[Row], by_one_line: list[Row], record: Row) -> s
     for recipe in dict.fromkeys(row["recipe"] for row in sorted(by_hand, key=itemgetter("budget_bytes"))):
         own = [row for row in by_hand if row["recipe"] == recipe]
         seconds = {row["budget_bytes"]: row["step_s"] for row in own}
-        shown.append(
-            {"step, s": recipe_in_words(recipe)} | cells_of(seconds) | {"measured": measured_on(own, record)}
-        )
+        shown.append({"step, s": recipe_in_words(recipe)} | cells_of(seconds) | {"measured": measured_on(own, record)})
     best = {one: min(row["step_s"] for row in by_hand if row["budget_bytes"] == one) for one in budgets}
     faster = max(chosen[one] / best[one] - 1 for one in budgets)
     return (
