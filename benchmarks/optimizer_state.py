@@ -5,7 +5,8 @@
 Fused AdamW with float32 moments, activations checkpointed by Hugging Face, the loss in chunks. The resident rows run
 the same arithmetic as the streamed ones, by ``resident_bytes=``. Each streamed row has the least time that the link
 allows: the bytes that it copies, at the bandwidth of both directions together. About 60 GiB of host memory are pinned,
-once. What does not start within ``--seconds`` is left out, and says so.
+once. Beside it, two ways to step on the CPU: the layers' weights streamed, with PyTorch's AdamW on the host, and
+torchao's optimizer. Both have moments in bfloat16. What does not start within ``--seconds`` is left out, and says so.
 """
 
 import argparse
@@ -51,6 +52,7 @@ WAYS: dict[str, Callable[..., offload.StreamedOptimizer]] = {
     "streamed in backward, gradients consumed": partial(stream, in_backward=True, consume_gradients=True),
 }
 TORCHAO = "torchao's CPUOffloadOptimizer"
+Handle = offload.StreamedOptimizer | offload.StreamedWeights
 
 
 class Run:
@@ -63,7 +65,8 @@ class Run:
         self.frees_gradients = False
 
     def adamw(self) -> torch.optim.Optimizer:
-        """A new optimizer without state; the one before is gone."""
+        """A new optimizer without state, and all weights on the device; the optimizer before is gone."""
+        self.model.module.to(self.device)
         self.model.optimizer = torch.optim.AdamW(self.parameters, lr=1e-5, fused=True)
         give_memory_back(self.device, pinned=False)  # which the next one takes
         return self.model.optimizer
@@ -77,7 +80,7 @@ class Run:
         self.model.optimizer.step()
         self.model.optimizer.zero_grad(set_to_none=self.frees_gradients)
 
-    def measure(self, row: Row, handle: offload.StreamedOptimizer | None) -> None:
+    def measure(self, row: Row, handle: Handle | None) -> None:
         """Fill the row with times, the peak of device memory, and what the link carries in a step."""
         self.model.use(row["tokens"])
         several = row["microbatches"] > 1
@@ -94,11 +97,17 @@ class Run:
             row["times_s"] = backend.seconds(pairwise(marks))
         row["step_s"] = statistics.median(row["times_s"])
         row["peak_bytes"] = peak_bytes()
-        row["pinned_bytes"] = pinned_by_torch(self.device) if handle is None else handle.stats().host_bytes
-        if handle is not None and before is not None:
-            copied = handle.stats() - before
+        if handle is None or before is None:
+            row["pinned_bytes"] = pinned_by_torch(self.device)
+            return
+        copied = handle.stats() - before
+        row["slot_bytes"] = copied.slot_bytes
+        if isinstance(copied, offload.WeightStats):
+            row["pinned_bytes"] = copied.weight_bytes + copied.gradient_host_bytes + copied.staging_bytes
+            row["link_bytes"] = (copied.loaded_bytes + copied.gradient_bytes) // (len(marks) - 1)
+        else:
+            row["pinned_bytes"] = copied.host_bytes
             row["link_bytes"] = (copied.loaded_bytes + copied.written_bytes) // copied.steps
-            row["slot_bytes"] = copied.slot_bytes
 
 
 def parameters_are_equal(device: torch.device, *, small: bool) -> dict[str, bool]:
@@ -119,17 +128,27 @@ def parameters_are_equal(device: torch.device, *, small: bool) -> dict[str, bool
     }
 
 
-def torchao_row(run: Run, row: Row) -> None:
-    """The optimizer of torchao, which steps on the CPU in the parameters' dtype, beside backward."""
-    if importlib.util.find_spec("torchao") is None or run.device.type != "cuda":
-        row["skipped"] = "needs torchao and a GPU"
-        return
+def on_cpu(run: Run) -> offload.StreamedWeights:
+    """PyTorch's AdamW, on the CPU for the layers' weights, which are streamed; on the device for all others."""
+    run.frees_gradients = True  # of the device, while the weights move; then as PyTorch does unless told otherwise
+    run.model.optimizer.zero_grad()
+    return offload.stream_weights(run.model.layers, run.device)
+
+
+def torchao(run: Run) -> None:
+    """CPUOffloadOptimizer, which steps on the CPU in the parameters' dtype, beside backward."""
     from torchao.optim import CPUOffloadOptimizer
 
-    run.model.optimizer, run.frees_gradients = None, True  # torchao's knows no other way
+    run.frees_gradients = True  # torchao's knows no other way
+    run.model.optimizer = None
     give_memory_back(run.device)
     run.model.optimizer = CPUOffloadOptimizer(run.parameters, torch.optim.AdamW, lr=1e-5, fused=True)
-    run.measure(row, None)
+
+
+CPU_WAYS: dict[str, Callable[[Run], offload.StreamedWeights | None]] = {
+    "layers' weights streamed, stepped on the CPU": on_cpu,
+    TORCHAO: torchao,
+}
 
 
 def finished(rows: list[Row], duplex_bytes_per_s: float) -> None:
@@ -163,10 +182,11 @@ COLUMNS = {
 
 def main() -> None:
     """Measure all rows, print the table, write the record."""
+    every_way = [*WAYS, *CPU_WAYS]
     parser = argparse.ArgumentParser(description="Train Llama-8B's shape with the optimizer's state on the host.")
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 32768, 8192])
     parser.add_argument("--seconds", type=float, default=400.0, help="start no row after so long")
-    parser.add_argument("--ways", nargs="+", choices=[*WAYS, TORCHAO], default=[*WAYS, TORCHAO])
+    parser.add_argument("--ways", nargs="+", choices=every_way, default=every_way)
     parser.add_argument("--without-accumulation", action="store_true")
     arguments, device = asked(parser, "results/optimizer_state.json")
     begin_s = time.perf_counter()
@@ -182,24 +202,29 @@ def main() -> None:
     for name in arguments.ways:
         optimizer, handle = run.adamw(), None
         run.frees_gradients = "forward" in name  # to set them to zero would wait for the step that reads them
+        missing = name == TORCHAO and (importlib.util.find_spec("torchao") is None or device.type != "cuda")
         pin_s = time.perf_counter()
         if name in WAYS:
             handle = WAYS[name](optimizer, **({"chunk_bytes": "64KiB"} if small else {}))
+        elif not missing:
+            handle = CPU_WAYS[name](run)
         pin_s = time.perf_counter() - pin_s
-        sizes = [(tokens, 1) for tokens in (lengths if name in WAYS else lengths[:1])]
+        sizes = [(tokens, 1) for tokens in lengths]
         for tokens, microbatches in sizes + (several if name in WAYS and "backward" not in name else []):
             row: Row = {"what": name, "tokens": tokens, "microbatches": microbatches, "clipping": microbatches > 1}
             row["begin_s"] = pin_s
             if time.perf_counter() - begin_s > arguments.seconds:
                 row["skipped"] = f"not begun within {arguments.seconds:g} s"
-            elif name in WAYS:
-                run.measure(row, handle)
+            elif missing:
+                row["skipped"] = "needs torchao and a GPU"
             else:
-                torchao_row(run, row)
+                run.measure(row, handle)
             print(row, flush=True)
             record.add(row, instead_of=["what", "tokens", "microbatches"])
             finished(record.rows(), duplex_bytes_per_s)
             record.write()
+        if isinstance(handle, offload.StreamedWeights):
+            handle.remove()
         del optimizer, handle
     print(table(record.rows(), COLUMNS))
 
