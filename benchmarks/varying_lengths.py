@@ -2,6 +2,7 @@
 
     python -m benchmarks.varying_lengths
     python -m benchmarks.varying_lengths --steps 500
+    python -m benchmarks.varying_lengths --layers 7 --only memory_budget
 
 Hugging Face's Trainer trains a Llama on sequences whose lengths follow a log-normal distribution, padded per batch,
 with evaluations in between. The budget is a share of what the longest batch adds when everything is kept. Every way
@@ -35,6 +36,8 @@ from offload.base.checks import format_bytes
 from offload.observe.memory import MemoryMeter
 
 STEPS = 2000
+LAYERS, SMALL_LAYERS = 14, 6
+BY_HAND, BUDGET, NOTHING, CHECKPOINTING = "plan by hand", "memory_budget", "nothing", "gradient checkpointing"
 SHARE = 0.5  # of what the longest batch adds with everything kept
 MEDIAN, SIGMA = 1 / 16, 1.0
 """Of the log-normal distribution of lengths; the median is a part of the longest length."""
@@ -63,11 +66,12 @@ def batches(count: int, *, longest: int, shortest: int, words: int, seed: int = 
     return found
 
 
-def build(device: torch.device, *, small: bool) -> Any:
-    """The width of Llama-3.2-3B, half as many layers: 1.5e9 parameters in bfloat16; or a small one in float32."""
-    sizes = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 6, "num_attention_heads": 4}
+def build(device: torch.device, layers: int, *, small: bool) -> Any:
+    """The width of Llama-3.2-3B, which has 28 layers, in bfloat16; or a small one in float32."""
+    sizes = {"hidden_size": 64, "intermediate_size": 172, "num_attention_heads": 4}
     if not small:
-        sizes = {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 14, "num_attention_heads": 24}
+        sizes = {"hidden_size": 3072, "intermediate_size": 8192, "num_attention_heads": 24}
+    sizes["num_hidden_layers"] = layers
     inputs = SMALL if small else SIZES
     sizes |= {"num_key_value_heads": 2 if small else 8, "max_position_embeddings": inputs["longest"]}
     dtype = torch.float32 if small else torch.bfloat16
@@ -154,8 +158,10 @@ class Run(transformers.Trainer):
 class Case:
     """The ways to train within a share of what the longest batch adds, and their rows."""
 
-    def __init__(self, device: torch.device, steps: int, *, small: bool, share: float) -> None:
+    def __init__(self, device: torch.device, steps: int, *, layers: int, small: bool, share: float) -> None:
         self.device, self.small, self.share = device, small, share
+        self.build = partial(build, device, layers, small=small)
+        self.parameters = 0
         self.batches = batches(steps, **(SMALL if small else SIZES))
         self.evaluated = batches(EVALUATED, **(SMALL if small else SIZES), seed=1)
         self.longest = max(self.batches, key=lambda batch: batch["input_ids"].shape[1])
@@ -164,18 +170,23 @@ class Case:
         self.plan: offload.Plan | None = None
         self._losses: list[torch.Tensor] = []
 
-    def measure(self) -> list[Row]:
-        """All rows."""
+    def measure(self, ways: Sequence[str]) -> list[Row]:
+        """The rows of these ways, and of the plan by hand."""
         self._prepare()
         half = len(self.batches) // 2
-        by_hand: Row = {"what": "plan by hand"}
-        rows = [by_hand, *({"what": what} for what in ("memory_budget", "nothing", "gradient checkpointing"))]
+        arounds: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
+            BUDGET: partial(self._offloaded, memory_budget=self.budget_bytes),
+            NOTHING: nullcontext,
+            CHECKPOINTING: lambda model: nullcontext(checkpointing_method(model, "enable")()),
+        }
+        by_hand: Row = {"what": BY_HAND}
+        rows = [by_hand, *({"what": what} for what in arounds if what in ways)]
         follow = partial(self._offloaded, plan=self.plan)
         self._train(by_hand, self.batches[:half], around=follow)
-        self._train(rows[1], self.batches, around=partial(self._offloaded, memory_budget=self.budget_bytes))
-        self._train(by_hand, self.batches[half:], around=follow)
-        self._train(rows[2], self.batches)
-        self._train(rows[3], self.batches, around=lambda model: nullcontext(checkpointing_method(model, "enable")()))
+        for number, row in enumerate(rows[1:]):
+            self._train(row, self.batches, around=arounds[row["what"]])
+            if not number:
+                self._train(by_hand, self.batches[half:], around=follow)
         for row in rows:
             if "error" not in row and "error" not in by_hand:
                 row["ratio"] = row["train_s"] / by_hand["train_s"]
@@ -183,7 +194,8 @@ class Case:
 
     def _prepare(self) -> None:
         """The budget, and a plan for the longest batch that keeps to it, as a user makes it."""
-        model = build(self.device, small=self.small)
+        model = self.build()
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
         batch = {name: tensor.to(self.device) for name, tensor in self.longest.items()}
 
         def step() -> None:
@@ -220,7 +232,7 @@ class Case:
         print(row, flush=True)
 
     def _trained(self, row: Row, data: Sequence[Batch], around: Callable[[Any], AbstractContextManager[Any]]) -> None:
-        model = build(self.device, small=self.small)
+        model = self.build()
         run = Run(model, data, self.evaluated, max(1, len(self.batches) // EVALUATIONS))
         with around(model) as run.handle:
             row["train_s"] = row.get("train_s", 0.0) + run.run()
@@ -243,11 +255,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train within a memory budget with lengths that vary.")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--share", type=float, default=SHARE)
+    parser.add_argument("--layers", type=int, help=f"of the model: {LAYERS}, and {SMALL_LAYERS} with --small")
+    others = [BUDGET, NOTHING, CHECKPOINTING]
+    parser.add_argument("--only", nargs="+", choices=others, default=others, help="beside the plan by hand")
     arguments, device = asked(parser, "results/varying_lengths.json")
     transformers.utils.logging.set_verbosity_error()
-    case = Case(device, arguments.steps, small=arguments.small, share=arguments.share)
-    rows = case.measure()
-    facts = {"steps": arguments.steps, "share": arguments.share}
+    layers = arguments.layers or (SMALL_LAYERS if arguments.small else LAYERS)
+    case = Case(device, arguments.steps, layers=layers, small=arguments.small, share=arguments.share)
+    rows = case.measure(arguments.only)
+    facts = {"steps": arguments.steps, "share": arguments.share, "layers": layers, "parameters": case.parameters}
     record = Record(arguments, device, **facts, budget_bytes=case.budget_bytes, most_bytes=case.most_bytes)
     record.add(*rows, instead_of=["what"])
     for row in rows:
