@@ -183,6 +183,7 @@ WAYS = (
     "streamed in backward, gradients consumed",
     "streamed in backward, beside the next forward",
     "streamed in backward, beside the next forward, 16 GiB resident",
+    "layers' weights streamed, stepped on the CPU",
     "torchao's CPUOffloadOptimizer",
 )
 
@@ -211,6 +212,8 @@ def optimizer_state(_page: Path) -> str:
         return f"{tokens:,} tokens" + f" × {microbatches}, clipped" * clipping
 
     def name(what: str) -> str:
+        if "CPU" in what:
+            return f"{what}, bfloat16 moments"
         *_, more = what.partition("beside the next forward")
         return f"the same{more}" if more else what.replace("beside the next forward", "while the next forward runs")
 
@@ -220,7 +223,7 @@ def optimizer_state(_page: Path) -> str:
     copies, memory = f"{min(link):.2f} to {max(link):.2f}", f"{gib1(min(pinned))} to {gib1(max(pinned))}"
     return (
         f"{where(record, rows, by_row=False)} Llama-8B's shape in bfloat16, fused AdamW with float32 moments, "
-        f"checkpointed: time against the same run's resident state, and peak. The copies alone take {copies} s; "
-        f"{memory} GiB are pinned. Parameters of a smaller model are bit-identical.\n\n"
+        f"checkpointed: time against the same run's resident state, and peak. Copies alone take {copies} s; "
+        f"{memory} GiB are pinned. A smaller model's parameters are bit-identical.\n\n"
         f"{markdown_table(shown, left=1)}\n"
     )
