@@ -5,7 +5,7 @@ from offload.activations.context import OffloadContext, start_offload
 from offload.activations.drop_in import ManualOffloadSynchronizer, get_cpu_offload_context
 from offload.activations.stats import OffloadStats
 from offload.activations.what_moves import mark_not_offload
-from offload.base.layer_events import remove
+from offload.base.find_layers import remove
 from offload.device.cuda import CaptureError
 from offload.host.page_locked import HostMemoryError
 from offload.host.pool import empty_host_cache, reserve_host_memory

@@ -17,7 +17,8 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from offload.base.checks import check_int, check_type, describe
-from offload.base.layer_events import Handle, as_modules, replace_attribute
+from offload.base.find_layers import as_modules
+from offload.base.layer_events import Handle, replace_attribute
 from offload.base.torch_private import interpreted, leave_to_interpreter
 from offload.recompute.state import Settings, drawn_again, states_of
 
@@ -255,8 +256,9 @@ def _in_tiles(label: str, mlp: nn.Module, whole: Callable[[Tensor], Tensor], tok
     parameters: dict[str, Tensor] = dict(mlp.named_parameters())
     # Before the MLP runs: a checkpoint stops its recomputation as soon as all that was saved is there.
     saved: Any = _Save.apply(x.new_empty(0, requires_grad=True), [x, *parameters.values()])
-    trained = {get_gradient_edge(one).node: name for name, one in parameters.items() if one.requires_grad}
-    ends = {*trained, *([get_gradient_edge(x).node] if x.requires_grad else [])}
+    graph = not torch.is_inference_mode_enabled()  # else nothing has a node
+    trained = {get_gradient_edge(one).node: name for name, one in parameters.items() if one.requires_grad and graph}
+    ends = {*trained, *([get_gradient_edge(x).node] if x.requires_grad and graph else [])}
     state, settings, generators, x_needed = _state(mlp), Settings.now(x.device), _Generators(x.device), x.requires_grad
     parts, reached = list[Tensor](), set[Any]()
     # A tile's graph saves nothing: if the loss uses another tensor than the output, its backward raises an error.

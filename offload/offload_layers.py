@@ -12,7 +12,8 @@ from offload.activations.context import DEFAULT_MIN_BYTES, OffloadContext
 from offload.activations.module_hooks import HookedLayers, OffloadListener
 from offload.activations.stats import OffloadStats
 from offload.base.checks import check_int, check_type, parse_budget
-from offload.base.layer_events import Handle, check_layers, compute_device
+from offload.base.find_layers import check_layers
+from offload.base.layer_events import Handle, compute_device
 from offload.base.torch_private import is_compiled
 from offload.measuring.follow_compiled import follow_plan
 from offload.measuring.follow_plan import FollowPlan

@@ -13,8 +13,8 @@ from torch import nn
 from offload.activations.context import DEFAULT_MIN_BYTES
 from offload.activations.module_hooks import OffloadListener
 from offload.base.checks import check_type, format_bytes, parse_budget, parse_bytes
-from offload.base.find_layers import find_layers, find_lists
-from offload.base.layer_events import check_layers, compute_device
+from offload.base.find_layers import check_layers, find_layers, find_lists
+from offload.base.layer_events import compute_device
 from offload.device.select import get_backend, resolve_device
 from offload.host.pool import get_host_pool
 from offload.measuring.in_pieces import Pieces

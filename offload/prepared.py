@@ -80,15 +80,15 @@ class PreparedTraining(Handle, MemoryLeft):
         self._link_left: Link | None = None  # for activations, beside the copies of the chosen recipe
         self._tokens = 0  # of the largest microbatch so far
         self.broken = BrokenBudget(self._plan.memory_budget - self._usable_bytes)
-        self._put_in_place(_first_of(self._plan))
         self._undo = ExitStack()
+        self._undo.callback(self._pieces.remove)
+        self._put_in_place(_first_of(self._plan))
         for optimizer in self._optimizers:
             self._undo.callback(optimizer.register_step_post_hook(self._after_step).remove)
         if len(self._lists) > 1:
             self._undo.callback(watch_order(self._lists).remove)
         if self._pieces.left:
             self._undo.enter_context(Attachment([self._model], [ForwardBegins(self._begin_forward)], self))
-        self._undo.callback(self._pieces.remove)
 
     @property
     def state(self) -> Literal["measuring", "following", "removed"]:
@@ -257,6 +257,14 @@ class PreparedTraining(Handle, MemoryLeft):
     # Putting a recipe in place, and taking it away: between two steps.
 
     def _put_in_place(self, planned: RecipePlan) -> None:
+        """Where that raises, as the host refuses memory, all is removed: half a recipe is none."""
+        try:
+            self._move(planned)
+        except BaseException:
+            self.remove()
+            raise
+
+    def _move(self, planned: RecipePlan) -> None:
         recipe = self.recipe = planned.recipe
         self.resident_bytes = planned.resident_bytes  # optimizer state that is on the device by the recipe
         if (most := self._most_pooled()) is not None:

@@ -80,8 +80,9 @@ class OffloadContext(ContextDecorator):
         self._transfers = Transfers(backend, get_host_pool(backend), most)
         self._first_node = 0  # the first that autograd made in the round: earlier ones belong to no layer of it
         self._entered: list[ActivationSet | None] = []  # `None` where the context was entered and does nothing
-        # The one that has entered the context last.
+        # The one that has entered the context last, and the layers whose forward runs there, of all contexts.
         self._thread, self._thread_number = threading.current_thread(), threading.get_ident()
+        self._told: list[ActivationSet] = []
         # Weakly, for the manual synchronizer: a round lives as long as its graph, and no longer.
         self._rounds: WeakValueDictionary[int, Round] = WeakValueDictionary()
         self._unsynced = 0  # outputs in a row that sync was not given, if a schedule needs to know of them
@@ -158,7 +159,8 @@ class OffloadContext(ContextDecorator):
             self._give_up_round()
             raise
         self.skipped = False
-        selective.opened.append(opened)
+        self._told = selective.opened()
+        self._told.append(opened)
         if takes_all:
             opened.enter(inputs)
 
@@ -184,8 +186,8 @@ class OffloadContext(ContextDecorator):
             del self._entered[-1:]
             return
         try:
-            if opened in selective.opened:
-                selective.opened.remove(opened)  # first: to leave may run the layer again
+            if opened in self._told:
+                self._told.remove(opened)  # first: to leave may run the layer again
             opened.leave(failed=failed)
             self._entered.pop()
             trace.point("other")
@@ -355,5 +357,5 @@ def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = Fal
         offload_base_tensor: Accepted for compatibility; a view is always offloaded with its whole storage, once.
     """
     for tensor in given_tensors("start_offload", tensors):
-        if selective.opened:
-            selective.opened[-1].start_early(tensor)
+        if found := selective.opened():
+            found[-1].start_early(tensor)

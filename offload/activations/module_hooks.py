@@ -57,20 +57,20 @@ class OffloadListener(LayerListener):
     def __init__(self, context: OffloadContext, number: int) -> None:
         self._context = context
         self._number = number
-        self._entered = False
 
     def begin_forward(self, call: LayerCall, inputs: object) -> None:
         context = self._context
-        self._entered = not (call.recomputes or context.has_nothing_to_do())
-        if self._entered:
-            context.check_thread(self._number)
-            context.abort()  # a forward that an interrupt has cut off, of this layer or another
-            context.begin_layer(self._number, inputs)
+        if call.recomputes or context.has_nothing_to_do():
+            return
+        context.check_thread(self._number)
+        call.offloads = True
+        context.abort()  # a forward that an interrupt has cut off, of this layer or another
+        context.begin_layer(self._number, inputs)
 
     def end_forward(self, call: LayerCall, *, failed: bool) -> None:
-        if self._entered and self._context.in_this_thread:
+        if call.offloads and self._context.in_this_thread:
             self._context.end_layer(failed=failed)
 
     def forward_returned(self, call: LayerCall, output: object) -> None:
-        if self._entered and self._context.in_this_thread:
+        if call.offloads and self._context.in_this_thread:
             self._context.mark(output)

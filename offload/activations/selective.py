@@ -5,6 +5,7 @@ PyTorch keeps these tensors below autograd, where hooks on saved tensors do not 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -17,20 +18,32 @@ from offload.activations.saved_storage import give_up_resized
 from offload.activations.what_moves import exclude
 from offload.base.torch_private import counting_versions, is_traced, patch_once, without_modes
 
-opened: list[Any] = []
-"""Of the layers whose forward runs now, innermost last: the activation set, or what measures the layer. Each has
-``pack``, a pack hook, and ``start_early``, which begins the copy of a tensor before it is saved."""
+
+class _Opened(threading.local):
+    def __init__(self) -> None:
+        self.sets: list[Any] = []
+
+
+_opened = _Opened()
+
+
+def opened() -> list[Any]:
+    """Of the layers whose forward runs now in this thread, innermost last: the activation set, or what measures it.
+
+    Each has ``pack``, a pack hook, and ``start_early``, which begins the copy of a tensor before it is saved.
+    """
+    return _opened.sets
 
 
 @contextmanager
 def sees(one: Any) -> Iterator[None]:
     """Let ``one``, which measures layers, take what checkpoints keep meanwhile."""
     patch_pytorch()
-    opened.append(one)
+    opened().append(one)
     try:
         yield
     finally:
-        opened.remove(one)
+        opened().remove(one)
 
 
 def _keep(result: torch.Tensor) -> Callable[[], torch.Tensor] | None:
@@ -38,23 +51,23 @@ def _keep(result: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         return None
     # To hold the result is none of the layer's operations. A subclass detaches by its own dispatch.
     with without_modes() if type(result) is torch.Tensor else nullcontext(), counting_versions():
-        packed = opened[-1].pack(result)
+        packed = opened()[-1].pack(result)
     return packed.unpack if isinstance(packed, SavedHandle) else None
 
 
 def _see(arguments: Sequence[object]) -> None:
-    if opened:
+    if opened():
         for given in arguments:
             if isinstance(given, torch.nn.Parameter):
                 exclude(given, "parameter")  # a view of it, below autograd, does not tell what it looks into
 
 
 def _takes() -> bool:
-    return bool(opened) and not is_traced()
+    return bool(opened()) and not is_traced()
 
 
 def _owns(pack: object) -> bool:
-    return any(pack in (one.pack, getattr(one, "packing", None)) for one in opened)
+    return any(pack in (one.pack, getattr(one, "packing", None)) for one in opened())
 
 
 def _offload_is_save(policy: Callable[..., CheckpointPolicy]) -> Callable[..., CheckpointPolicy]:

@@ -18,7 +18,7 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
 from functools import partial
@@ -28,7 +28,6 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from offload.base.checks import describe
 from offload.base.torch_private import (
     forget_compiled,
     forward_hooks,
@@ -55,7 +54,16 @@ class Turn(IntEnum):
 class LayerCall:
     """One run of a layer's forward, which begins now, with the module in training mode or not."""
 
-    __slots__ = ("error_around", "first_node", "in_checkpoint", "listeners", "recomputes", "told", "training")
+    __slots__ = (
+        "error_around",
+        "first_node",
+        "in_checkpoint",
+        "listeners",
+        "offloads",
+        "recomputes",
+        "told",
+        "training",
+    )
 
     def __init__(self, listeners: Sequence[LayerListener], *, training: bool, in_checkpoint: bool = False) -> None:
         self.training = training
@@ -63,6 +71,7 @@ class LayerCall:
         self.first_node = next_node()  # the number of the first node that autograd makes in it
         self.in_checkpoint = in_checkpoint  # whether a checkpoint of the layer's whole call tells, and hooks do not
         self.listeners = listeners
+        self.offloads = False  # whether the context of offloaded activations was entered
         self.told = 0  # so many of them know of the beginning, and so have to know of the end
         self.error_around: BaseException | None = sys.exception()  # handled by the program around: none of the layer's
 
@@ -109,10 +118,11 @@ class Handle(ABC):
 
 def replace_attribute(holder: object, name: str, value: object) -> Callable[[], None]:
     """Give one object an attribute of its own, in place of its class's or of an earlier one; returns what undoes it."""
-    before = vars(holder).get(name)
-    setattr(holder, name, value)
+    own = name in vars(holder)
     # No closure: a copy of the object copies this with it.
-    return partial(delattr, holder, name) if before is None else partial(setattr, holder, name, before)
+    undo = partial(setattr, holder, name, vars(holder)[name]) if own else partial(delattr, holder, name)
+    setattr(holder, name, value)
+    return undo
 
 
 @contextmanager
@@ -265,6 +275,7 @@ class _LayerEvents:
             # A hook of the program's has raised before ours was called, or the layer has called itself.
             call = LayerCall(self.listeners, training=training)
             call.error_around = None
+            call.offloads = not call.recomputes  # perhaps: to leave what was not entered does nothing
             call.told = len(self.listeners)
         elif call.in_checkpoint and not in_checkpoint:
             return
@@ -381,70 +392,3 @@ def _wrap_checkpoint(module: nn.Module, events: _LayerEvents) -> None:
 def unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function itself: in place of what stands for it, in copies of a module."""
     return function
-
-
-# What users give as layers.
-
-
-def check_layers(layers: Iterable[nn.Module], kind: type[LayerListener], done: str) -> list[nn.Module]:
-    """The layers as a list, if listeners of this ``kind`` can be put on them, else an error: they are ``done``, say."""
-    if isinstance(layers, nn.Module) and not isinstance(layers, nn.ModuleList | nn.Sequential):
-        name = next((name for name, part in layers.named_modules() if isinstance(part, nn.ModuleList)), "")
-        raise TypeError(
-            f"layers must be several modules, got one {type(layers).__name__}; pass its list of layers"
-            + (f", such as model.{name}" if name else "")
-        )
-    modules = as_modules(layers)
-    if not modules:
-        raise ValueError("layers must hold at least one module, got none")
-    for number, module in enumerate(modules):
-        if isinstance(module, torch.jit.ScriptModule):
-            raise TypeError(
-                f"layers must hold modules of Python, got {type(module).__name__} at {number}: TorchScript calls no "
-                "hooks; pass the layers that it was made of, and train with those."
-            )
-        if listeners_on(module, kind):
-            raise ValueError(
-                f"layer {number} ({type(module).__name__}) is {done} already; call remove() on the first handle, or "
-                "offload.remove(layers) if it is lost."
-            )
-    if len(set(modules)) < len(modules):
-        again = next(number for number, module in enumerate(modules) if module in modules[:number])
-        raise ValueError(
-            f"layers must hold each module once, got one again at {again}; list it where it is first called"
-        )
-    for number, module in enumerate(modules):
-        inside = set(module.modules()) - {module}
-        nested = [other for other, listed in enumerate(modules) if listed in inside]
-        if nested:
-            raise ValueError(f"layer {nested[0]} is a part of layer {number}; list layers of one level")
-    return modules
-
-
-def remove(layers: Iterable[nn.Module] | nn.Module) -> None:
-    """Undo :func:`offload_layers` and :func:`stream_weights` where the handle is lost, in a notebook for example.
-
-    It does what ``remove()`` of the handles does, for all layers that were given together with one of these, if any.
-
-    Args:
-        layers: The layers, or a model that holds them.
-
-    Raises:
-        TypeError: ``layers`` does not hold modules.
-    """
-    modules = list(layers.modules() if isinstance(layers, nn.Module) else as_modules(layers))
-    handles = {one.handle: None for module in modules for one in reversed(listeners_on(module, LayerListener))}
-    for handle in handles:
-        if handle is not None:
-            handle.remove()
-
-
-def as_modules(layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """The layers as a list; a ``TypeError`` for anything but modules."""
-    if not isinstance(layers, Iterable) or isinstance(layers, str | Mapping):
-        raise TypeError(f"layers must be a list of modules, such as model.layers, got {describe(layers)}")
-    modules = list(layers)
-    for number, module in enumerate(modules):
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"layers must hold modules, got {type(module).__name__} at {number}")
-    return modules

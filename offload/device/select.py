@@ -29,6 +29,9 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
         here = accelerator.type if accelerator else "cpu only"
         raise ValueError(f"device must be on this machine ({here}), got {str(device)!r}; leave it out to use the best")
     index = torch.accelerator.current_device_index() if resolved.index is None else resolved.index
+    if index >= torch.accelerator.device_count():
+        last = torch.accelerator.device_count() - 1
+        raise ValueError(f"device must be on this machine, whose last one is '{resolved.type}:{last}', got {device!r}")
     return torch.device(resolved.type, index)
 
 
@@ -39,5 +42,5 @@ def get_backend(device: torch.device | str | int | None = None) -> Backend:
         kinds: dict[str, type[Backend]] = {"cpu": CpuBackend}
         if torch.version.cuda is not None:  # AMD's devices are of type "cuda" too
             kinds["cuda"] = CudaBackend
-        _backends[resolved] = kinds.get(resolved.type, Backend)(resolved)
+        _backends.setdefault(resolved, kinds.get(resolved.type, Backend)(resolved))  # another thread's, if it is first
     return _backends[resolved]

@@ -71,6 +71,8 @@ def check_room(nbytes: int) -> None:
 
 def page_locked(nbytes: int, backend: Backend) -> torch.Tensor:
     """Host memory that is locked for the backend, uint8 of shape ``[nbytes]``; unlocked and freed with its storage."""
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     if not backend.locks_any_memory:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     mapping = _touched(nbytes)

@@ -342,7 +342,7 @@ def get_host_pool(backend: Backend) -> HostPool:
             # A forked child can use the CPU alone, and goes on there with what its parent had on the host.
             return memory if backend.device.type == "cpu" else forget_on_fork(memory)
 
-        _pools[backend.device] = HostPool(allocate)
+        _pools.setdefault(backend.device, HostPool(allocate))  # another thread's, if it is first
     return _pools[backend.device]
 
 

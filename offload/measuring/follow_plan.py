@@ -78,6 +78,7 @@ class FollowPlan(HookedLayers):
         count, most = len(layers), None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes")
         context = OffloadContext(Schedule(count), count, min_bytes=min_bytes, device=device, max_host_bytes=most)
         self._backend, self._compare = context.backend, ComparePlans(context.backend)
+        self.link = link or measure_link(self._backend.device)  # before there are hooks, as it may raise
         if memory_budget == "auto":
             memory_budget = DeviceLeft(self._backend.device, layers, most)
         elif isinstance(memory_budget, int | str):
@@ -94,7 +95,6 @@ class FollowPlan(HookedLayers):
         self.profile: Profile | None = None  # what the layers cost, once that was measured
         self.measured_bytes = 0  # the most in the timed microbatch, above what there was when its step began
         self.missing_bytes = 0  # what a step of the planned size needs on the device beside the layers' activations
-        self.link = link or measure_link(self._backend.device)
         self._costs = CostsBySize()
         self.time_again = self._costs.forget_times  # in the next microbatch, as what backward needs has changed
         self._stage: Literal["learning", "timing", "following"] = "learning"

@@ -20,7 +20,8 @@ from offload.activations.copies import NO_HOST_MEMORY
 from offload.activations.module_hooks import HookedLayers
 from offload.activations.stats import OffloadStats
 from offload.base.checks import check_callable, check_int, format_bytes, format_s, parse_bytes
-from offload.base.layer_events import LayerListener, Turn, check_layers, listeners_on
+from offload.base.find_layers import check_layers
+from offload.base.layer_events import LayerListener, Turn, listeners_on
 from offload.device.backend import Backend
 from offload.device.select import get_backend
 from offload.measuring.layer_times import LayerTimes, MeasuredLayer

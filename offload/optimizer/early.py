@@ -135,6 +135,7 @@ class BackwardSteps:
         for parameter in self._seen:
             parameter.grad = None
         self._take_off()
+        self._hooks.clear()
         for holder in list(self._holders):
             holder.end_steps()
 
@@ -370,7 +371,7 @@ def _options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The options of each group; a tensor, which schedulers change in place, by its version."""
     return [
         {
-            key: (id(value), value._version) if isinstance(value, torch.Tensor) else value
+            key: (id(value), value._version, value) if isinstance(value, torch.Tensor) else value
             for key, value in group.items()
             if key != "params"
         }

@@ -103,10 +103,8 @@ def attach(
     min_bytes = parse_bytes(min_bytes, "min_bytes")
     backend = get_backend(stages[0].device if device is None else device)
     link = link or measure_link(backend.device)
-    stage_layers = None if patterns is None else StageLayers(stages, patterns)
-    parts = stage_layers.parts if stage_layers else parts
     options: dict[str, Any] = {"memory_budget": memory_budget, "link": link, "parts": parts}
-    handle = PipelineOffload(stages, backend, stage_layers, profile, min_bytes, options)
+    handle = PipelineOffload(stages, backend, patterns, profile, min_bytes, options)
     try:
         order = known_order(schedule, stages)
         if order is not None and profile is not None:
@@ -128,7 +126,7 @@ class PipelineOffload(Handle):
         self,
         stages: list[Any],
         backend: Backend,
-        layers: StageLayers | None,
+        patterns: Mapping[str, Policy] | None,
         profile: Mapping[int, StageProfile] | None,
         min_bytes: int,
         options: Mapping[str, Any],
@@ -140,9 +138,9 @@ class PipelineOffload(Handle):
         """Stage → what a chunk of it costs; ``None`` until the second step, if it was not given."""
         self._backend = backend
         self._transfers = Transfers(backend, get_host_pool(backend))
-        self._layers = layers
+        self._layers = None if patterns is None else StageLayers(stages, patterns, self)
         self._min_bytes = min_bytes
-        self._options = options
+        self._options = options if self._layers is None else {**options, "parts": self._layers.parts}
         self._probe = Probe(backend) if profile is None else None
         self._round: Round  # of the step that runs
         self._chunks: dict[Chunk, ChunkParts] = {}

@@ -22,7 +22,8 @@ from offload.activations.handles import SavedHandle
 from offload.activations.module_hooks import OffloadListener
 from offload.activations.round import Round
 from offload.activations.what_moves import offloaded_parts
-from offload.base.layer_events import Attachment, LayerCall, check_layers
+from offload.base.find_layers import check_layers
+from offload.base.layer_events import Attachment, Handle, LayerCall
 from offload.base.torch_private import next_node, pop_hooks, push_hooks
 from offload.recompute.layer_policies import LayerPolicies
 from offload.recompute.policies import OFFLOAD, Policy
@@ -141,7 +142,7 @@ class LayeredChunk(ChunkParts):
 class StageLayers:
     """The layers of all stages of a rank, with the policies of their regions."""
 
-    def __init__(self, stages: Sequence[Any], patterns: Mapping[str, Policy]) -> None:
+    def __init__(self, stages: Sequence[Any], patterns: Mapping[str, Policy], handle: Handle) -> None:
         self.policies: dict[int, list[LayerPolicies]] = {}  # stage → the policies of each of its layers
         self.running: LayeredChunk | None = None
         lists = [largest_list(stage.submod) for stage in stages]
@@ -149,7 +150,7 @@ class StageLayers:
             check_layers(layers, OffloadListener, "offloaded")
             self.policies[stage.stage_index] = [LayerPolicies(patterns, layer) for layer in layers]
         self._attachments = [
-            Attachment(layers, [_StageLayer(self, number) for number in range(len(layers))]) for layers in lists
+            Attachment(layers, [_StageLayer(self, number) for number in range(len(layers))], handle) for layers in lists
         ]
 
     @property

@@ -330,13 +330,13 @@ def contents_of(value: Any, depth: int = 8) -> Any:
     if isinstance(value, (bool, int, float, str, bytes, type(None), type, torch.dtype, torch.device)):
         return value
     if isinstance(value, (torch.Tensor, nn.Module)) or depth == 0 or callable(value):
-        return id(value)
+        return id(value), value  # an address alone may be another object's by the time of a comparison
     if isinstance(value, dict):
         return [(contents_of(key, 1), contents_of(item, depth - 1)) for key, item in value.items()]
     if isinstance(value, (list, tuple, set, frozenset, deque)):
         return [contents_of(item, depth - 1) for item in value]
     attributes = getattr(value, "__dict__", None)
-    return id(value) if attributes is None else (id(value), contents_of(dict(attributes), depth - 1))
+    return (id(value), value, None if attributes is None else contents_of(dict(attributes), depth - 1))
 
 
 # What hooks hold.

@@ -136,9 +136,10 @@ class GradientWriter:
         sizes = [aligned(host.parameter.numel() * host.gradient_dtype.itemsize) for host in missing]
         if missing:
             flat = page_locked(sum(sizes), self._backend)
-            self.counters["gradient_host_bytes"] += len(flat)
             for host, memory in zip(missing, flat.split(sizes), strict=True):
                 self._memory[host] = host.over(own_storage(memory), host.gradient_dtype)
+            held = (memory.untyped_storage().nbytes() for memory in self._memory.values())
+            self.counters["gradient_host_bytes"] = sum(held)
 
     def _stage(self, staged: list[_Staged]) -> None:
         sizes = [aligned(gradient.nbytes) for _, gradient, _ in staged]

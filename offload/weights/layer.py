@@ -87,7 +87,7 @@ class WeightLayer:
         for host in shared:
             host.shared = True
         sizes = [aligned(parameter.nbytes) for parameter in own]
-        memory = page_locked(sum(sizes), backend) if sum(sizes) else torch.empty(0, dtype=torch.uint8, device="cpu")
+        memory = page_locked(sum(sizes), backend)
         for (parameter, name), flat in zip(own.items(), memory.split(sizes), strict=True):
             known[parameter] = HostParameter(parameter, f"layer {number}'s {name}", flat)
         # In their order in the slot.
@@ -207,6 +207,7 @@ class WeightSlots:
 
     def _load(self, layer: WeightLayer) -> None:
         slot = layer.slot
+        slot.rank = -1  # an interrupt may leave a mixture of two layers there
         if self._backend.poison:
             if slot.updated is not None:  # other events are compute's own
                 self._backend.wait(self._backend.compute_stream(), slot.updated, WeightWait.SLOT)

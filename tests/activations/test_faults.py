@@ -146,7 +146,7 @@ def attempt(way: str, fault: str, n: int | None, lab: Lab) -> list[str]:
         for number in range(CLEAN_STEPS):
             assert all(map(torch.equal, expected, step())), f"a gradient of step {number} after the fault is wrong"
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, "hooks are left"
-        assert not selective.opened, "a layer is left open"
+        assert not selective.opened(), "a layer is left open"
     del step, model
     gc.collect(1)
     lab.pool.trim()

@@ -481,6 +481,38 @@ def test_a_thread_may_run_later_layers_where_another_one_has_dropped_its_graph(d
     assert_same(expected, found)
 
 
+@pytest.mark.filterwarnings("ignore:num_layers = model_layers - 1")
+def test_an_evaluation_in_another_thread_while_a_layer_runs(device: torch.device) -> None:
+    """The layer ends as it would alone: what is saved behind it is none of the layer's."""
+    layers, x = build("decoder", 4, device)
+
+    def step() -> list[torch.Tensor]:
+        def run() -> None:
+            y = through(layers, x)
+            assert hooks_are_gone()
+            loss_of(y).backward()
+
+        return gradients(leaves_of(layers, x), run)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            through(layers, x)
+
+    def meanwhile(*_: object) -> None:
+        if threading.current_thread() is threading.main_thread():
+            in_threads(evaluate)
+
+    expected = step()
+    with handle_for(layers) as handle:
+        assert_same(expected, step())
+        in_a_step = handle.stats()
+        for layer in layers:
+            layer.norm1.register_forward_pre_hook(meanwhile)
+        assert_same(expected, step())
+        assert handle.stats().offloaded_storages == 2 * in_a_step.offloaded_storages
+        assert handle.stats().offloaded_bytes == 2 * in_a_step.offloaded_bytes
+
+
 @pytest.mark.parametrize("inside", [True, False], ids=["inside of a layer", "between layers"])
 def test_the_same_layers_in_two_threads_are_refused(inside: bool, device: torch.device) -> None:
     layers, x = build("decoder", LAYERS, device)

@@ -380,6 +380,33 @@ def test_start_offload_of_a_tensor_that_nobody_saves(lab: Lab, x: torch.Tensor) 
     assert lab.pool.used_bytes == 0
 
 
+def test_start_offload_beside_another_model_in_another_thread(lab: Lab, x: torch.Tensor) -> None:
+    """Whose layer has begun since, and still runs."""
+    other, begun, over = offloading(1, 2, lab.device), threading.Event(), threading.Event()
+
+    def wait() -> tuple[torch.Tensor, ...]:
+        begun.set()
+        assert over.wait(30)
+        return (normal(5).to(lab.device),)
+
+    thread = threading.Thread(target=run, args=(other, x.detach().clone().requires_grad_(), [wait, nothing]))
+
+    def make() -> tuple[torch.Tensor, ...]:
+        thread.start()
+        assert begun.wait(30)
+        early = normal(8, 12).to(lab.device)
+        offload.start_offload(early)
+        started.append((own.stats.offloaded_bytes, other.stats.offloaded_bytes))
+        over.set()
+        thread.join(30)
+        return (early,)
+
+    own, started = offloading(1, 2, lab.device), list[tuple[int, int]]()
+    found = run(own, x, [make, nothing])
+    assert started == [(8 * 12 * 4, 0)]
+    assert_identical(normal(8, 12).to(lab.device), found[0][0])
+
+
 def test_start_offload_elsewhere_does_nothing(lab: Lab, x: torch.Tensor) -> None:
     tensor = normal(8, 12).to(lab.device)
     offload.start_offload(tensor)

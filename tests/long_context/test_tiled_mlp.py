@@ -46,6 +46,15 @@ def close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
         torch.testing.assert_close(found[name].cpu(), gradient, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_evaluation(mode: Callable[[], Any]) -> None:
+    layer, x = Layer(), torch.randn(2, 64, 8, requires_grad=True)
+    with mode():
+        expected = layer(x)
+        with tile_mlp([layer], 16):
+            torch.testing.assert_close(layer(x), expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "checkpointing"), [(1, True), (5, None), (8, False), (23, None), (23, True)])
 def test_tiles_give_the_gradients_of_the_whole(tokens: int, checkpointing: bool | None) -> None:

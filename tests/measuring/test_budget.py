@@ -729,6 +729,22 @@ def test_costs_of_longer_inputs_follow_from_two_timings(lengths: tuple[int, ...]
         assert plans[-2].recompute_s > 0 or plans[-2].num_layers > 0
 
 
+def test_a_link_that_cannot_be_measured_leaves_layers_as_they_were(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    expected = step_gradients(layers, x)
+
+    def measure(_: torch.device) -> offload.Link:
+        raise offload.HostMemoryError("no memory to copy to")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("offload.measuring.follow_plan.measure_link", measure)
+        with pytest.raises(offload.HostMemoryError, match="no memory to copy to"):
+            budgeted(layers, lab, "1GiB")
+    assert_same(expected, step_gradients(layers, x))
+    with budgeted(layers, lab, "1GiB"):
+        assert_same(expected, step_gradients(layers, x))
+
+
 @pytest.fixture
 def slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """A link over which nothing is worth copying: plans recompute."""

@@ -33,6 +33,7 @@ from training import (
 )
 
 from offload import offload_layers
+from offload.measuring.memory_left import new_gradients
 from offload.optimizer.chunks import StepWait
 from offload.optimizer.early import FreedGradient
 
@@ -266,6 +267,8 @@ def test_a_step_after_the_end_is_not_made_again(consume: bool, lab: Lab) -> None
     run.handle.remove()
     run.optimizer.step()
     run.optimizer.zero_grad()
+    # Gradients are ordinary ones again, also for who counts them.
+    assert new_gradients(run.model) == sum(parameter.nbytes for parameter in run.model.parameters())
     plain_steps(run.model, run.optimizer, [3])
     assert_same(resident(lab.device, range(4)), run.values)
 

@@ -106,6 +106,41 @@ def test_a_change_of_recipes_waits_for_all_optimizers(
     assert_same(train(lab, None, order)[0], found)
 
 
+@pytest.mark.parametrize("later", [False, True], ids=["at first", "in training"])
+def test_a_recipe_for_which_the_host_has_no_memory_leaves_nothing_in_place(
+    later: bool, lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system refuses more when the state of one optimizer has been moved."""
+    prepared, made = sys.modules["offload.prepared"], list[object]()
+    if later:
+        monkeypatch.setattr(sys.modules["offload.prepare"], "RECIPES", (STREAMED, RESIDENT))
+        monkeypatch.setattr(prepared, "_first_of", lambda plan: plan.recipes[1])
+        monkeypatch.setattr(prepared.TrainingPlan, "chosen", property(lambda plan: plan.recipes[0]))
+    else:
+        monkeypatch.setattr(sys.modules["offload.prepare"], "RECIPES", (STREAMED,))
+
+    def refused(*given: Any, **options: Any) -> Any:
+        made.append(given)
+        if len(made) > 1:
+            raise offload.HostMemoryError("no more")
+        return offload.stream_optimizer(*given, **options)
+
+    monkeypatch.setattr(prepared, "stream_optimizer", refused)
+    with pytest.raises(offload.HostMemoryError, match="no more"):
+        train(lab, 1 << 30)
+    assert len(made) == 2
+    monkeypatch.undo()
+    model = Model().to(lab.device)
+    optimizers = optimizers_of(model)
+    made.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules["offload.prepare"], "RECIPES", (STREAMED,))
+        patch.setattr(prepared, "stream_optimizer", refused)
+        with pytest.raises(offload.HostMemoryError):
+            offload.prepare(model, optimizers, 1 << 30, device=lab.device, min_bytes=0)
+    offload.prepare(model, optimizers, 1 << 30, device=lab.device, min_bytes=0).remove()
+
+
 def test_a_warning_that_is_an_error_leaves_nothing_in_place(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both optimizers warn that a backward was cut off when some of their parameters had made their step."""
     monkeypatch.setattr(sys.modules["offload.prepare"], "RECIPES", (CONSUMED,))

@@ -1205,6 +1205,7 @@ class Keeps(nn.Module):
         self.register_buffer("large", torch.zeros(600, 600))
         self.listed = [torch.zeros(600, 600, device=device), torch.zeros(3, device=device)]
         self.seen, self.queue, self.numbers, self.counts = [1.0], collections.deque([1.0]), {1}, {"calls": 1}
+        self.boxes = [types.SimpleNamespace(calls=1)]
         self.last = self.weight.to(device) * 1
 
     def forward(self, x: torch.Tensor, cache: list[torch.Tensor], *, counter: Any) -> torch.Tensor:
@@ -1223,6 +1224,13 @@ def _replaced(layer: Any, x: torch.Tensor, y: torch.Tensor, *_: object) -> torch
     return factor
 
 
+def _in_its_place(boxes: list[Any]) -> int:
+    """The new object often has the address of the old one."""
+    calls: int = boxes.pop().calls + 1
+    boxes.append(types.SimpleNamespace(calls=calls))
+    return calls
+
+
 def _grown(many: Any) -> int:
     (many.add if isinstance(many, set) else many.append)(len(many) + 1.0)
     return len(many)
@@ -1235,6 +1243,7 @@ ONCE: dict[str, tuple[Callable[..., Any], str]] = {
         "forward changes what an argument holds",
     ),
     "a list": (lambda layer, *_: _grown(layer.seen), "forward changes what an attribute holds"),
+    "another object in a list": (lambda layer, *_: _in_its_place(layer.boxes), "changes what an attribute holds"),
     "a queue": (lambda layer, *_: _grown(layer.queue), "forward changes what an attribute holds"),
     "a set": (lambda layer, *_: _grown(layer.numbers), "forward changes what an attribute holds"),
     "a dictionary": (
@@ -1277,7 +1286,7 @@ def test_a_layer_that_cannot_be_run_again(
             assert_same(wanted, run(layers, rows))
             assert not is_learned or RUNS[0] == LAYERS
             assert handle.regions(0)["add"] == "offload"
-    for name in ("seen", "queue", "numbers", "counts"):
+    for name in ("seen", "boxes", "queue", "numbers", "counts"):
         assert [getattr(layer, name) for layer in layers] == [getattr(layer, name) for layer in plain]
     said = [line for line in caplog.messages if "layer 1 (Keeps) is never recomputed" in line]
     assert len(said) == 1

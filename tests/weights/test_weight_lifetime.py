@@ -25,6 +25,7 @@ from torch.nn.utils import prune
 
 from offload import HostMemoryError, StreamedWeights, record_timeline, stream_optimizer, stream_weights
 from offload.base.tensors import aligned
+from offload.device.select import get_backend
 from offload.host import page_locked as pinned
 from offload.weights.gradients import GradientWriter
 from offload.weights.layer import missing_bytes
@@ -104,6 +105,33 @@ def test_a_forward_right_after_one_that_was_interrupted(device: torch.device) ->
             forward(layers, x)
         layers[1].where = ""
         assert_same(expected, gradients_of(parameters, lambda: backward(layers, x)))
+
+
+def test_a_backward_whose_load_was_interrupted_and_that_runs_again(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slot has a part of another layer's weights then."""
+    layers, x = build("gpt", LAYERS, device)
+    expected = gradients(layers, x)
+    with stream_weights(layers, device):
+        torch.manual_seed(1)  # of dropout, as ``gradients`` has it
+        loss, backend = loss_of(forward(layers, x)), get_backend(device)
+        copy, loads = backend.copy, list[int]()
+
+        def interrupted(stream: Any, *what: Any) -> None:
+            copy(stream, *what)
+            if stream is backend.weight_stream:
+                loads.append(1)
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(backend, "copy", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                loss.backward(retain_graph=True)
+        assert loads
+        layers.zero_grad()
+        loss.backward()
+        assert_same(expected, [parameter.grad for parameter in layers.parameters()])
 
 
 class TwoParts(nn.Module):
@@ -270,6 +298,39 @@ def test_gradients_that_are_kept_are_not_overwritten(device: torch.device) -> No
         gradients(layers, x * 3)
         assert torch.equal(part, values[1].view(-1)[:3])
         assert handle.stats().gradient_host_bytes == before
+
+
+def test_what_is_kept_of_gradients_is_counted(device: torch.device) -> None:
+    """The program holds those of each last step, whose memory is not kept, therefore."""
+    layers, x = build("gpt", LAYERS, device)
+    found, held = list[int](), list[Any]()
+    with stream_weights(layers, device) as handle:
+        for _ in range(4):
+            gradients(layers, x)
+            held = [parameter.grad for parameter in layers.parameters()]
+            found.append(handle.stats().gradient_host_bytes)
+            for parameter in layers.parameters():
+                parameter.grad = None
+    assert sum(one.nbytes for one in held) <= found[0]
+    assert found == found[:1] * 4
+
+
+class Empty(nn.Module):
+    """Only a parameter without elements has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.empty = nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.Parameter(torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + self.empty.sum()
+
+
+def test_gradients_without_elements(device: torch.device) -> None:
+    layers, x = nn.ModuleList(Empty() for _ in range(LAYERS)).to(device), torch.ones(2, WIDTH, device=device)
+    with stream_weights(layers, device):
+        loss_of(forward(layers, x)).backward()
+        assert all(layer.empty.grad is not None and not layer.empty.grad.numel() for layer in layers)
 
 
 def test_stats(device: torch.device, lab: Lab) -> None:
