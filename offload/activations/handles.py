@@ -101,7 +101,7 @@ class MovedHandle(SavedHandle):
         if reload is None and self.leaf is not None and (leaf := self.leaf()) is not None:
             return leaf  # a view that nobody else holds would become a gradient, which changes what the program holds
         found = storage.views.get(id(self))
-        if found is None or found[0] is not self.geometry:  # that of a handle that was here before
+        if found is None or found[0] is not self.geometry:  # the id was that of a handle that is gone
             memory: Any = storage.memory  # it was reloaded above if there was none
             found = self.geometry, look_into(memory, self.geometry, self.versions.data)
             storage.views[id(self)] = found

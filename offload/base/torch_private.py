@@ -58,7 +58,7 @@ _constant = functools.partial(_find, called=False)  # where PyTorch lacks it, th
 
 
 top_hooks, _pop_hooks = (_find(f"_C._autograd._{what}_saved_tensors_default_hooks") for what in ("top", "pop"))
-this_backward = _find("_C._current_graph_task_id")  # the number of the innermost that runs a node here; -1 outside
+this_backward = _find("_C._current_graph_task_id")  # the number of the innermost one of this thread; -1 outside
 _executes, _node_at_work = _find("_C._will_engine_execute_node"), _find("_C._current_autograd_node")
 _proxy_mode, count_modes = _find("fx.experimental.proxy_tensor.get_proxy_mode"), _find("_C._len_torch_dispatch_stack")
 _tracing, _fx_traces = _find("_C._get_tracing_state"), _find("fx._symbolic_trace.is_fx_symbolic_tracing")

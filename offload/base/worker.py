@@ -63,7 +63,7 @@ _here = threading.local()
 
 
 def in_worker() -> bool:
-    """Whether this is a worker's thread, in which garbage may be collected: to wait for the worker would never end."""
+    """Whether this is a worker's thread. A finalizer that runs here must not wait for the worker, which runs it."""
     return hasattr(_here, "works")
 
 

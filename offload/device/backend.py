@@ -40,7 +40,7 @@ class Stream(Protocol):
 
 
 class Wait(Enum):
-    """The only places where one stream waits for another, and what would go wrong without the wait.
+    """The waits of one stream for another, for offloaded activations, and what would go wrong without each.
 
     Tests drop them one by one and expect wrong gradients.
     """
@@ -79,7 +79,7 @@ class Backend:
 
     @functools.cached_property
     def state_streams(self) -> tuple[Stream, Stream]:
-        """The d2h and the h2d stream of optimizer state, whose copies wait for slots and for steps, and none behind."""
+        """The d2h and the h2d stream of optimizer state: its copies wait for slots and steps, and others must not."""
         return self.new_stream("d2h"), self.new_stream("h2d")
 
     def new_stream(self, name: str) -> Stream:
@@ -155,7 +155,7 @@ class Backend:
         return self.record_timed(self.compute_stream())
 
     def delay(self, seconds: float) -> None:
-        """Let the compute stream do nothing for so long, if it is another than the host's; none is there to ask."""
+        """Keep the compute stream idle for so long. Nothing here, as PyTorch has no such call for every accelerator."""
 
     def seconds(self, marks: Iterable[tuple[Event, Event]]) -> list[float]:
         """From the first mark of each pair to the second; waits until the stream has reached them."""
@@ -174,7 +174,7 @@ class Backend:
         """Once ``tensor`` is freed, let its memory wait for the current stream before another stream reuses it."""
 
     def end_useless_copy(self, copied: Event) -> None:
-        """Device memory goes whose copy to the host nobody will read: the copy may read what compute writes next."""
+        """Device memory is freed whose copy to the host nobody will read: the copy may read what is written next."""
 
     def discard(self, flat: torch.Tensor) -> None:
         """Called when the library gives up ``flat``; poisons it if nobody else holds its storage."""

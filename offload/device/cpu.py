@@ -129,7 +129,7 @@ class CpuBackend(Backend):
             stream.wait_event(event)
 
     def end_useless_copy(self, copied: Event) -> None:
-        # Which holds the memory, so that it would go later than an accelerator's.
+        # The queued copy holds the memory, which an accelerator would free at once.
         if not in_worker():
             cast("CpuEvent", copied).wait()
 

@@ -88,7 +88,10 @@ class CudaBackend(Backend):
             target, source = (host, device) if direction == _DEVICE_TO_HOST else (device, host)
             error = self._memcpy_async(target, source, nbytes, direction, queue)
             if error:
-                raise RuntimeError(f"cudaMemcpyAsync of {nbytes} bytes failed with CUDA error {error}")
+                raise RuntimeError(
+                    f"cudaMemcpyAsync of {nbytes} bytes failed with CUDA error {error}; where an earlier kernel has "
+                    "failed, CUDA_LAUNCH_BLOCKING=1 tells which."
+                )
             device += nbytes
 
     def page_lock(self, address: int, nbytes: int) -> None:

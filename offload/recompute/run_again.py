@@ -91,7 +91,7 @@ class Frame:
         inputs: tuple[Any, Any],  # its positional and keyword arguments, with places instead of tensors
         held: list[tuple[Held, bool, bool]],  # these tensors, whether each requires a gradient, and was computed
         state: LayerState,
-        reads: Iterable[torch.Tensor],  # count the changes of what a second run reads: parameters, and what is no state
+        reads: Iterable[torch.Tensor],  # whose versions tell of changes: parameters, and what else is read and no state
         settings: Settings,
         random: dict[torch.Generator, torch.Tensor],  # the states of the generators that the layer may draw from
         graph: object,  # lives as long as the graph that holds the frame

@@ -223,5 +223,7 @@ class _FromParameter(torch.autograd.Function):
             return None, None
         stand_in = ctx.stand_in()
         if stand_in is None:
-            raise RuntimeError("backward through a streamed layer must run while the layer is there, but it is gone.")
+            raise RuntimeError(
+                "backward through a streamed layer must run while the layer is there, but it is gone; keep the model."
+            )
         return stand_in.take(gradient), None
