@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 import threading
 import time
 from collections import defaultdict, deque
@@ -48,7 +49,8 @@ class Range:
         return self.start + self.nbytes
 
     def overlaps(self, other: Range) -> bool:
-        return self.slab is other.slab and self.start < other.end and other.start < self.end
+        """Whether another range of the same slab has a byte of it."""
+        return self.start < other.end and other.start < self.end
 
 
 class HostBuffer:
@@ -89,6 +91,7 @@ _logger = logging.getLogger(__name__)
 PROGRESS_S = 2.0  # seconds between lines of the log while memory is pinned
 
 BUFFER_ALIGNMENT_BYTES = 512
+_NBYTES = operator.attrgetter("nbytes")
 PAGE_BYTES = 4096
 GROWTH = 64  # each newly pinned slab is at least a 64th (1.6%) of the pool, so that their number stays small
 RESERVE_BYTES = 1 << 30  # what is pinned in advance comes in slabs of this size, so that each can be given back alone
@@ -107,7 +110,8 @@ class HostPool:
         self._slabs: list[torch.Tensor] = []
         self._buffers: list[HostBuffer] = []  # all that were made and not taken apart since, wherever they are
         self._free: list[Range] = []  # what no buffer covers
-        self._copied: list[tuple[Range, Event]] = []  # of buffers taken apart, writable after the event
+        self._copied: defaultdict[int, list[tuple[Range, Event]]] = defaultdict(list)
+        """Of buffers taken apart, by the slab's id: the ranges that are writable after an event."""
         self._graphs: defaultdict[int, Ready] = defaultdict(lambda: defaultdict(deque))  # by capture
         self._max_bytes: int | None = None
         self._refusal: tuple[int, str] | None = None  # the least size that the system refused, and why
@@ -154,8 +158,7 @@ class HostPool:
             return ready.popleft()
         ranges = self._carve(aligned(max(nbytes, 1), BUFFER_ALIGNMENT_BYTES))
         buffer = HostBuffer(nbytes, ranges)
-        events = (event for copied, event in self._copied if any(map(copied.overlaps, ranges)))
-        buffer.events = tuple(dict.fromkeys(events))
+        buffer.events = self._events_of(ranges)
         self._buffers.append(buffer)
         return buffer
 
@@ -178,9 +181,8 @@ class HostPool:
             rounded = [aligned(max(size, 1), BUFFER_ALIGNMENT_BYTES) for size in sizes]
             for number in sorted(range(len(sizes)), key=rounded.__getitem__, reverse=True):
                 size = rounded[number]
-                fitting = [piece for piece in self._free if piece.nbytes >= size]
-                if fitting:
-                    ranges[number] = self._cut(min(fitting, key=lambda piece: piece.nbytes), size)
+                if (piece := self._smallest(size)) is not None:
+                    ranges[number] = self._cut(piece, size)
                     continue
                 if room < size:
                     missing.append([])
@@ -202,9 +204,9 @@ class HostPool:
                     [free] = [piece for piece in self._free if piece.slab is slab]
                     ranges[number] = self._cut(free, rounded[number])
             taken = [HostBuffer(size, [ranges[number]]) for number, size in enumerate(sizes)]
-            events = [event for copied, event in self._copied if any(map(copied.overlaps, ranges.values()))]
+            events = self._events_of(ranges.values())
             self._buffers += taken
-        for event in dict.fromkeys(events):
+        for event in events:
             event.synchronize()
         return taken
 
@@ -239,9 +241,9 @@ class HostPool:
         with self._lock:
             self._refusal = None
             self._reclaim()
-            for _, event in self._copied:
+            for _, event in itertools.chain.from_iterable(self._copied.values()):
                 event.synchronize()  # a copy may still run, and the system takes the pages at once
-            self._copied = []
+            self._copied.clear()
             idle: dict[int, int] = {}
             for piece in self._free:
                 if piece.nbytes == len(piece.slab) and self.pinned_bytes - sum(idle.values()) > keep_bytes:
@@ -251,20 +253,28 @@ class HostPool:
         return sum(idle.values())
 
     def _carve(self, size: int) -> list[Range]:
-        if not any(piece.nbytes >= size for piece in self._free):
+        """The smallest range that is large enough; as long as there is none, the largest: the pieces are to be few."""
+        piece = self._smallest(size)
+        if piece is None:
             self._reclaim()
-        missing = size - sum(piece.nbytes for piece in self._free)
-        if missing > 0:
+            piece = self._smallest(size)
+        if piece is None and (missing := size - sum(free.nbytes for free in self._free)) > 0:
             self._grow(missing)
         carved: list[Range] = []
         while size:
-            # The smallest that is large enough; as long as there is none, the largest, so that the pieces are few.
-            fitting = [piece for piece in self._free if piece.nbytes >= size]
-            by_size = sorted(fitting or self._free, key=lambda piece: piece.nbytes)
-            piece = by_size[0 if fitting else -1]
+            piece = piece or self._smallest(size) or max(self._free, key=_NBYTES)
             carved.append(self._cut(piece, min(size, piece.nbytes)))
-            size -= carved[-1].nbytes
+            size, piece = size - carved[-1].nbytes, None
         return carved
+
+    def _events_of(self, ranges: Iterable[Range]) -> tuple[Event, ...]:
+        """The events after which all of these may be written."""
+        found = ((copied, event, piece) for piece in ranges for copied, event in self._copied.get(id(piece.slab), ()))
+        return tuple(dict.fromkeys(event for copied, event, piece in found if copied.overlaps(piece)))
+
+    def _smallest(self, size: int) -> Range | None:
+        fitting = [piece for piece in self._free if piece.nbytes >= size]
+        return min(fitting, key=_NBYTES, default=None)
 
     def _reclaim(self) -> None:
         """Take apart the buffers that are ready, so that their memory is free for buffers of other sizes."""
@@ -272,10 +282,13 @@ class HostPool:
         for buffers in list(self.ready.values()):
             while buffers:  # finalizers and other threads may append meanwhile
                 idle.add(buffers.popleft())
-        self._copied += [(piece, event) for buffer in idle for piece in buffer.ranges for event in buffer.events]
+        for buffer in idle:
+            for piece in buffer.ranges if buffer.events else ():
+                self._copied[id(piece.slab)] += [(piece, event) for event in buffer.events]
         self._buffers = [buffer for buffer in self._buffers if buffer not in idle]
         if current_capture() is None:  # no query is allowed in a capture
-            self._copied = [(piece, event) for piece, event in self._copied if not event.query()]
+            for copied in self._copied.values():
+                copied[:] = [(piece, event) for piece, event in copied if not event.query()]
         self._free = gaps(self._slabs, itertools.chain.from_iterable(buffer.ranges for buffer in self._buffers))
 
     def _grow(self, missing: int) -> None:
