@@ -170,9 +170,8 @@ class Case:
         self.plan: offload.Plan | None = None
         self._losses: list[torch.Tensor] = []
 
-    def measure(self, ways: Sequence[str]) -> list[Row]:
-        """The rows of these ways, and of the plan by hand."""
-        self._prepare()
+    def measure(self, ways: Sequence[str], record: Record) -> list[Row]:
+        """The rows of these ways, and of the plan by hand; the record has each as soon as it is there."""
         half = len(self.batches) // 2
         arounds: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
             BUDGET: partial(self._offloaded, memory_budget=self.budget_bytes),
@@ -182,17 +181,20 @@ class Case:
         by_hand: Row = {"what": BY_HAND}
         rows = [by_hand, *({"what": what} for what in arounds if what in ways)]
         follow = partial(self._offloaded, plan=self.plan)
-        self._train(by_hand, self.batches[:half], around=follow)
-        for number, row in enumerate(rows[1:]):
-            self._train(row, self.batches, around=arounds[row["what"]])
-            if not number:
-                self._train(by_hand, self.batches[half:], around=follow)
-        for row in rows:
-            if "error" not in row and "error" not in by_hand:
-                row["ratio"] = row["train_s"] / by_hand["train_s"]
+        runs = [(by_hand, self.batches[:half], follow)]
+        runs += [(row, self.batches, arounds[row["what"]]) for row in rows[1:]]
+        runs.insert(2, (by_hand, self.batches[half:], follow))
+        for row, data, around in runs:
+            self._train(row, data, around)
+            row["steps"] = row.get("steps", 0) + len(data)
+            done = [one for one in rows if "steps" in one]
+            for one in done:
+                if "error" not in one and "error" not in by_hand:
+                    one["ratio"] = one["train_s"] / one["steps"] / (by_hand["train_s"] / by_hand["steps"])
+            record.add(*done, instead_of=["what"])
         return rows
 
-    def _prepare(self) -> None:
+    def prepare(self) -> None:
         """The budget, and a plan for the longest batch that keeps to it, as a user makes it."""
         model = self.build()
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -223,9 +225,7 @@ class Case:
     def _offloaded(self, model: Any, **options: Any) -> AbstractContextManager[Any]:
         return offload.offload_layers(model.model.layers, min_bytes=self.min_bytes, **options)
 
-    def _train(
-        self, row: Row, data: Sequence[Batch], around: Callable[[Any], AbstractContextManager[Any]] = nullcontext
-    ) -> None:
+    def _train(self, row: Row, data: Sequence[Batch], around: Callable[[Any], AbstractContextManager[Any]]) -> None:
         """Train a new model, and add what its steps took to the row."""
         give_memory_back(self.device)
         attempt(row, lambda: self._trained(row, data, around))
@@ -262,10 +262,10 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     layers = arguments.layers or (SMALL_LAYERS if arguments.small else LAYERS)
     case = Case(device, arguments.steps, layers=layers, small=arguments.small, share=arguments.share)
-    rows = case.measure(arguments.only)
+    case.prepare()
     facts = {"steps": arguments.steps, "share": arguments.share, "layers": layers, "parameters": case.parameters}
     record = Record(arguments, device, **facts, budget_bytes=case.budget_bytes, most_bytes=case.most_bytes)
-    record.add(*rows, instead_of=["what"])
+    rows = case.measure(arguments.only, record)
     for row in rows:
         over = [one["bytes"] for one in row.get("over_budget", ())]
         row |= {"over": len(over), "most_over_bytes": max(over, default=0), "measured": len(row.get("measuring", ()))}
