@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 import weakref
 from collections import Counter
@@ -27,6 +28,10 @@ from offload.recompute.way import Sizes, Way, without_shared
 InputKind = tuple[Hashable, Sizes]  # what tells one kind of input from another, and the sizes of its tensors
 
 MOST_WAYS = 64  # so many kinds of input are remembered for a layer
+MANY = 8  # once a layer has been learned so often, the log says why that may be
+
+_logger = logging.getLogger(__name__)
+_said_of = weakref.WeakSet[type[nn.Module]]()  # the classes of layers of which it has
 
 
 class LayerPolicies(RegionPolicies):
@@ -117,6 +122,15 @@ class LayerPolicies(RegionPolicies):
         way.sizes = key[1]
         self.ways[key] = self.last = way
         self.learned += 1
+        layer = self.layer()
+        if self.learned == MANY and layer is not None and type(layer) not in _said_of:
+            _said_of.add(type(layer))
+            _logger.info(
+                "%s was learned %d times, in each of which its forward ran again: a number among its arguments, a flag "
+                "or the kind of an input is another each time. Pass a number that changes as a tensor.",
+                type(layer).__name__,
+                MANY,
+            )
 
     def forget(self, key: InputKind) -> None:
         """A kind of input has taken another way than the learned one: it is learned anew."""

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import gc
+import logging
 import sys
 import threading
 import time
@@ -1915,6 +1916,34 @@ def test_a_tensor_of_others_that_changes_before_backward(steps: int, lab: Lab) -
             step(layers, x)
         with pytest.raises(RuntimeError, match="modified by an inplace operation: a tensor, which"):
             step(layers, x, lambda: shift.add_(1))
+
+
+def test_a_number_that_is_another_in_each_step_is_said_to_cost_time(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
+    """As the number of a step is. A tensor of it is an input of one kind."""
+
+    class Scaled(nn.Module):
+        def forward(self, x: torch.Tensor, number: Any) -> torch.Tensor:
+            RUNS[0] += 1
+            return (x * number + 1).sin().exp()
+
+    def steps(layers: nn.ModuleList, x: torch.Tensor, kind: Callable[[int], Any]) -> list[int]:
+        runs = []
+        for number in range(1, 13):
+            RUNS[0], y = 0, x
+            for layer in layers:
+                y = layer(y, kind(number))
+            loss_of(y).backward()
+            runs.append(RUNS[0])
+        return runs
+
+    layers, x = build(Scaled, LAYERS, lab.device)
+    for kind, times in ((partial(torch.tensor, device=lab.device), 0), (int, 1)):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "offload"), offloaded(layers, lab):
+            runs = steps(layers, x, kind)
+        assert (runs[-1] == runs[0]) is bool(times)
+        said = "Scaled was learned 8 times, in each of which its forward ran again: a number among its arguments"
+        assert sum(said in line for line in caplog.messages) == times
 
 
 def test_kinds_of_inputs_that_are_remembered(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
