@@ -56,11 +56,11 @@ class LayerInputs:
         if stride:  # how many dimensions share memory, as in an expanded tensor, and all from the innermost on
             order = stride.count(0), *sorted(range(len(stride)), key=stride.__getitem__)
         self.kind += (len(shape), tensor.dtype, tensor.device, tensor.requires_grad, kind, order)
-        for number, known in enumerate(self.tensors):
-            if known is tensor:
-                return Place(number)
-        self.tensors.append(tensor)
-        return Place(len(self.tensors) - 1)
+        number = next((number for number, known in enumerate(self.tensors) if known is tensor), len(self.tensors))
+        self.kind.append(number)  # of attention to itself, and of attention to something else
+        if number == len(self.tensors):
+            self.tensors.append(tensor)
+        return Place(number)
 
 
 _PLAIN = (bool, int, float, str)

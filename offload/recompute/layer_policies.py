@@ -10,12 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
+from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
 
 from offload.base.checks import warn_caller
+from offload.base.torch_private import state_of
 from offload.recompute.costs import LayerPolicy, RegionProfile
 from offload.recompute.layer_inputs import LayerInputs
 from offload.recompute.learn import Clock
@@ -64,7 +66,9 @@ class LayerPolicies(RegionPolicies):
         self.learned = 0
         self.proofs = 0  # how often a second run was compared with forward, which holds what both save
         self.last: Way | None = None
-        self._parameters: list[nn.Parameter] | None = None
+        self._parameters: list[nn.Parameter] = []
+        self._modules: list[dict[str, nn.Module | None]] = []  # the dictionaries of submodules in the layer
+        self._submodules: list[nn.Module | None] = []  # what was in these when the parameters were listed
         self.is_short: Callable[[int], bool] = lambda _: False  # whether the device has no room for so many bytes more
         self.holds = False  # whether what is recomputed is held as long as PyTorch holds what a node has saved
         self.clock: Clock | None = None  # marks points of the compute stream, while second runs are timed
@@ -94,8 +98,12 @@ class LayerPolicies(RegionPolicies):
 
     def kind_of(self, layer: nn.Module, inputs: LayerInputs, settings: Settings) -> InputKind:
         """What tells whether the layer saves other tensors: its inputs, mode, and trained parameters, and settings."""
-        if self._parameters is None:
+        there, known = [one for held in self._modules for one in held.values()], self._submodules
+        if not (self._modules and len(there) == len(known) and all(map(is_, there, known))):
+            self._modules = [state_of(module)[3] for module in layer.modules()]
+            self._submodules = [one for held in self._modules for one in held.values()]
             self._parameters = list(layer.parameters())
+            self.ways.clear()  # what was learned is of another layer, where the program has replaced a part of it
         trained = [parameter.requires_grad for parameter in self._parameters]
         return (*inputs.kind, layer.training, *settings.kind, *trained), tuple(inputs.sizes)
 

@@ -243,7 +243,8 @@ class Learn(LayerMode):
         # Only the operation itself makes such a result: a sparse tensor, or one on the meta device.
         pairs = zip(outputs, results, strict=True)
         unseen = unseen or any(made.storage is None and isinstance(one, torch.Tensor) for made, one in pairs)
-        if trace.zone < 0 and _DYNAMIC & set(operation.tags):
+        decides = operation.custom and any(isinstance(one, int | float | complex | str) for one in results)
+        if trace.zone < 0 and (decides or _DYNAMIC & set(operation.tags)):
             trace.zone = time
         trace.steps.append(
             Step(

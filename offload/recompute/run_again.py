@@ -8,6 +8,7 @@ A second run that goes another way than the learned one is started anew, without
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -16,15 +17,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.base.layer_events import LayerEndsError, is_sharded, without_listeners
-from offload.base.tensors import Geometry, geometry_of, look_into, same_bits, tensors_of
+from offload.base.tensors import Geometry, geometry_of, look_into, plain_memory, same_bits, tensors_of
 from offload.base.torch_private import (
     CAST,
     TorchDispatchMode,
     address_of,
     compiler_of,
     compiles,
+    dispatch_modes,
     in_backward,
     is_compiled,
     keeps_graph,
@@ -345,16 +348,19 @@ class HandOver(LayerMode):
         self._may_change = replay.may_change
         self._suppliers, self._sized = replay.suppliers, replay.sized
         self._time = 0
-        self._empty: dict[int, torch.Tensor] = {}
-        """Memory that nothing may read, by address; only asked where the order of operations may change."""
+        self._unfilled: dict[int, StorageWeakRef] = {}
+        """Memory that nothing may read, by address, which is no other's as long as it is referred to."""
+        _check_reads()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         time = self._time
-        learned, call = self._calls[time]
+        learned, call, reads = self._calls[time]
         if function is not learned or (function is CAST and not is_counted(function, args)):
             return self._run_other(function, args, kwargs or {})
         self._time = time + 1
         if call is not None:
+            if reads and self._unfilled:
+                self.check_filled(tensors_of([*args, *kwargs.values()] if kwargs else args))
             return call(*args, **kwargs) if kwargs else call(*args)
         step, outputs = self._steps[time], self._results[time]
         if outputs is None:
@@ -374,10 +380,18 @@ class HandOver(LayerMode):
             if self._time < len(self._steps) or not self._may_change:
                 self._time, self._may_change = len(self._steps), False  # also if the layer catches the error
                 raise AnotherWayError
-            given = tensors_of([*args, *kwargs.values()])
-            if any(address_of(tensor.untyped_storage()) in self._empty for tensor in given):
-                raise AnotherWayError
+            self.check_filled(tensors_of([*args, *kwargs.values()]))
         return function(*args, **kwargs)
+
+    def check_filled(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Operations may be those that were learned, in their order, and read what others have made.
+
+        Which results they read may depend on an attribute, or on what Python has read of a tensor.
+        """
+        for tensor in tensors:
+            memory = plain_memory(tensor)
+            if memory is not None and address_of(memory) in self._unfilled:
+                raise AnotherWayError
 
     def _made(self, output: StepResult, args: Any) -> Any:
         storage, geometry, device, argument, value = output
@@ -394,9 +408,24 @@ class HandOver(LayerMode):
             self._storages[number] = address_of(memory)
             return kept.detach() if geometry_of(kept) == geometry else look_into(memory, geometry)
         made = _unfilled(geometry, device)
-        if self._may_change:
-            self._empty[address_of(made.untyped_storage())] = made
+        memory = made.untyped_storage()
+        self._unfilled[address_of(memory)] = StorageWeakRef(memory)
         return made
+
+
+@functools.cache
+def _check_reads() -> None:
+    """Let what Python reads of a tensor without an operation ask whether a second run has filled the tensor."""
+    for name in ("tolist", "numpy", "__dlpack__"):
+        read = getattr(torch.Tensor, name)
+
+        def checked(tensor: torch.Tensor, *given: Any, read: Callable[..., Any] = read, **options: Any) -> Any:
+            for mode in dispatch_modes():
+                if isinstance(mode, HandOver):
+                    mode.check_filled([tensor])
+            return read(tensor, *given, **options)
+
+        setattr(torch.Tensor, name, functools.update_wrapper(checked, read))
 
 
 def _unfilled(geometry: Geometry, device: torch.device | None) -> torch.Tensor:

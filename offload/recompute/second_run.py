@@ -68,9 +68,12 @@ class SecondRun:
         }
         """What is given in place of the results of operations that do not run; ``None`` until their size is known."""
         calls = [(one.operation.function, one.operation.call) for one in self.steps]
-        self.calls = [(one, None if time in self.results else call) for time, (one, call) in enumerate(calls)]
-        """For each operation, its function and what runs it, if it runs; and what no function is, at the end."""
-        self.calls.append((None, None))
+        self.calls = [
+            (one, None if time in self.results else call, time in executed) for time, (one, call) in enumerate(calls)
+        ]
+        """For each operation, its function, what runs it, if it runs, and whether all that it reads is there: views run
+        that nobody needs. And what no function is, at the end."""
+        self.calls.append((None, None, False))
         self.unsized: list[int] = []
         """Operations that must run with inputs of another size, as nobody else knows the size of their results."""
         last = max((trace.saved[number].time for number in self.dropped), default=0)

@@ -241,7 +241,7 @@ class LayerState:
             return self._now()
         found = dict(zip(*self._now(), strict=True))
         for place in self._cloned:
-            if place in found:
+            if isinstance(found.get(place), torch.Tensor):  # the program may have put something else there
                 found[place] = found[place].detach().clone()
         for place in self._forgotten:
             found.pop(place, None)
@@ -253,8 +253,13 @@ class LayerState:
         present, wanted = self._now(), snapshot
         if self._cloned:  # the run writes into them, and there may be another run
             places, values = snapshot
-            pairs = zip(places, values, strict=True)
-            wanted = places, [value.clone() if place in self._cloned else value for place, value in pairs]
+            wanted = (
+                places,
+                [
+                    value.clone() if place in self._cloned and isinstance(value, torch.Tensor) else value
+                    for place, value in zip(places, values, strict=True)
+                ],
+            )
         self._set(present, wanted, keep=self._forgotten)
         try:
             yield
