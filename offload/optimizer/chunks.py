@@ -35,6 +35,7 @@ from offload.optimizer.proof import (
     dtype_of_step,
     gradient_dtype,
     is_large,
+    marks_of,
     stand_in_for,
     unhooked_step,
     with_groups,
@@ -374,6 +375,8 @@ class ChunkStepper:
                     states[parameter][REMAINDER] = split(parameter.detach(), target)
                 else:
                     target.copy_(parameter)
+            elif parameter.data_ptr() != target.data_ptr():
+                target.copy_(parameter)  # the step has assigned parameter.data
         for number, group in groups.items():
             original = self.optimizer.param_groups[number]
             self._changes.append((original, changes(original, group, {"params"})))
@@ -392,6 +395,7 @@ class ChunkStepper:
         dtype = dtype_of_step(target, self.store.state_dtype)
         value = target.to(dtype) if remainder is None else join(target, remainder)
         parameter = nn.Parameter(value, requires_grad=state.parameter.requires_grad)
+        vars(parameter).update(marks_of(state.parameter))
         if dtype is not target.dtype:
             gradient = gradient.to(dtype)
         if gradient.dtype is not dtype:

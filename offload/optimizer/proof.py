@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+from offload.base.tensors import tensors_in
 
 Group = dict[str, Any]  # a parameter group: options, and ``params``
 
@@ -80,6 +83,7 @@ class _Tried(NamedTuple):
     options: dict[str, Any]
     value: torch.Tensor
     gradients: list[torch.Tensor]
+    marks: dict[str, Any]  # attributes of the parameter
 
     def pieces(self) -> list[_Tried]:
         """Two of them, if it is long enough."""
@@ -87,7 +91,7 @@ class _Tried(NamedTuple):
         if not at:
             return [self]
         parts = zip(*(tensor.flatten().tensor_split((at,)) for tensor in (self.value, *self.gradients)), strict=True)
-        return [_Tried([], self.options, value, gradients) for value, *gradients in parts]
+        return [_Tried([], self.options, value, gradients, self.marks) for value, *gradients in parts]
 
 
 def prove(
@@ -97,14 +101,18 @@ def prove(
     _refuse_wrappers(optimizer)
     tried = list(_small_parameters(optimizer, state_dtype, device))
     devices = {one.value.device for one in tried if one.value.device.type == "cuda"}
-    with torch.no_grad(), torch.random.fork_rng(list(devices)):  # as the program steps a class without a decorator
+    with (
+        torch.no_grad(),  # as the program steps a class without a decorator
+        torch.random.fork_rng(list(devices)),
+        _nothing_left_behind(optimizer),
+    ):
         try:
             together = _step_sets(optimizer, [tried])
         except Exception as error:
             raise _no_proof(optimizer, f"whose step() fails with small parameters ({error})") from error
         for _, state in together:
             for key, value in state.items():
-                if isinstance(value, torch.Tensor) and value.numel() > 1 and type(value) is not torch.Tensor:
+                if type(value) is not torch.Tensor and any(map(is_large, tensors_in(value))):
                     raise _no_proof(optimizer, f"whose {key} is no plain tensor but of type {type(value).__name__}")
         pairs = [(one, state) for one, (_, state) in zip(tried, together, strict=True)]
         elementwise = all(
@@ -152,6 +160,31 @@ def _refuse_wrappers(optimizer: torch.optim.Optimizer) -> None:
                 raise _no_proof(optimizer, f"which has parameters in its attribute {name}")
 
 
+@contextmanager
+def _nothing_left_behind(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Stand-ins share lists and dictionaries with the program's optimizer: what a step puts there is no state."""
+    containers = {name: one for name, one in vars(optimizer).items() if name not in OWN and not name.endswith("hooks")}
+    before = [(name, one, one.copy()) for name, one in containers.items() if isinstance(one, dict | list | set)]
+    try:
+        yield
+    finally:
+        grown = [(name, one, held) for name, one, held in before if len(one) != len(held)]
+        for _, one, held in grown:
+            one.clear()
+            (one.extend if isinstance(one, list) else one.update)(held)
+    for name, *_ in grown:
+        raise _no_proof(optimizer, f"whose step() keeps something in its attribute {name} and not in its state")
+
+
+def _told(value: object) -> str:
+    return repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__
+
+
+def marks_of(parameter: torch.Tensor) -> dict[str, Any]:
+    """The attributes that the program has given a parameter: a step may look at them."""
+    return {**vars(parameter)} if type(parameter) in (torch.Tensor, nn.Parameter) else {}
+
+
 def of_shape(value: object, parameter: torch.Tensor) -> bool:
     """Whether a value in an optimizer's state is a tensor with a number for each of the parameter's."""
     return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == parameter.shape
@@ -170,7 +203,8 @@ def _small_parameters(
         told = repr(sorted((key, repr(value)) for key, value in options.items() if key not in ("lr", "initial_lr")))
         for parameter in group["params"]:
             if parameter.numel() and parameter.ndim:
-                kind = told, parameter.dtype, gradient_dtype(parameter), parameter.ndim
+                marks = tuple((key, _told(value)) for key, value in marks_of(parameter).items())
+                kind = told, parameter.dtype, gradient_dtype(parameter), parameter.ndim, marks
                 kinds.setdefault(kind, (options, []))[1].append(parameter)
     numbers = torch.Generator().manual_seed(0)
     for options, parameters in kinds.values():
@@ -182,7 +216,7 @@ def _small_parameters(
             value, *gradients = (one.to(device or largest.device, dtype) for one in drawn)
             if dtype is largest.dtype:  # else they are converted as well
                 gradients = [one.to(gradient_dtype(largest)) for one in gradients]
-            yield _Tried(parameters, options, value, gradients)
+            yield _Tried(parameters, options, value, gradients, marks_of(largest))
 
 
 def check_dense(parameter: torch.Tensor) -> None:
@@ -217,6 +251,7 @@ def _step_sets(optimizer: torch.optim.Optimizer, sets: list[list[_Tried]]) -> li
         state: dict[Any, Any] = defaultdict(dict)
         groups: dict[int, Group] = {}  # those of one group are in one group: its step may look at all of them
         for one, parameter in zip(tried, parameters, strict=True):
+            vars(parameter).update(one.marks)
             groups.setdefault(id(one.options), {**one.options, "params": []})["params"].append(parameter)
         stand_in = stand_in_for(optimizer, list(groups.values()), state)
         for number in range(TRIAL_STEPS):

@@ -418,6 +418,62 @@ def test_a_step_is_not_captured(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> No
         run.optimizer.step()
 
 
+class Momentum(torch.optim.Optimizer):
+    """As programs write them: a parameter may have a rate of its own, and ``step`` may assign its data."""
+
+    def __init__(self, parameters: Any, where: str, *, assigns: bool = False) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.where, self.assigns, self.moments = where, assigns, dict[Any, Any]()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in (one for group in self.param_groups for one in group["params"] if one.grad is not None):
+            state = self.state[parameter]
+            if self.where == "attribute":
+                moment = self.moments.setdefault(parameter, torch.zeros_like(parameter))
+            elif self.where == "list":
+                moment = state.setdefault("moments", [torch.zeros_like(parameter)])[0]
+            else:
+                moment = state.setdefault("moment", torch.zeros_like(parameter))
+            moment.mul_(0.9).add_(parameter.grad)
+            new = parameter - 0.1 * getattr(parameter, "scale", 1.0) * moment
+            if self.assigns:
+                parameter.data = new
+            else:
+                parameter.copy_(new)
+
+
+@pytest.mark.parametrize("options", [{}, {"in_backward": True}, {"chunk_bytes": 1024}], ids=str)
+@pytest.mark.parametrize("assigns", [False, True])
+def test_a_step_that_assigns_data_or_reads_attributes_of_parameters(
+    assigns: bool, options: dict[str, Any], lab: Lab
+) -> None:
+    def train(streamed: bool) -> list[torch.Tensor]:
+        run = Training(lab.device, partial(Momentum, where="state", assigns=assigns), streamed=False)
+        run.model[0].weight.scale = 0.5
+        if streamed:
+            run.handle = stream(run.optimizer, **options)
+        run.steps(range(3))
+        return run.values
+
+    assert_same_training(train)
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("attribute", "got Momentum, whose step.. keeps something in its attribute moments and not in its state"),
+        ("list", "got Momentum, whose moments is no plain tensor but of type list"),
+    ],
+)
+def test_state_that_is_no_tensor_of_a_parameter_is_refused(where: str, message: str, lab: Lab) -> None:
+    optimizer = Momentum(build(lab.device).parameters(), where)
+    with pytest.raises(TypeError, match=message):
+        stream(optimizer)
+    assert not optimizer.moments
+    assert not optimizer.state
+
+
 def test_names() -> None:
     optimizer = adamw(build(torch.device("cpu")).parameters())
     handle = stream_optimizer(optimizer)
