@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from offload.activations.context import DEFAULT_MIN_BYTES, OffloadContext
 from offload.activations.module_hooks import HookedLayers, OffloadListener
@@ -151,6 +152,13 @@ def offload_layers(
     if device is None:
         device = _device_of(modules)
     given: dict[str, Any] = {"min_bytes": min_bytes, "device": device, "max_host_bytes": max_host_bytes}
+    if not (memory_budget is None and policies is None and plan is None):
+        for number, module in enumerate(modules):
+            if any(is_lazy(parameter) for parameter in module.parameters()):
+                raise ValueError(
+                    f"layer {number} ({type(module).__name__}) must know the shapes of its parameters, but it is lazy; "
+                    "run the model once before."
+                )
     if memory_budget is not None:
         return OffloadedLayers(follow_plan(modules, memory_budget, compile, **given))
     if schedule is None:
