@@ -50,7 +50,11 @@ DEVICE_WANTED = r"device must be one of this machine's, such as 'cpu' or 'cuda:0
 offloaded, pipelined = offload.offload_layers, offload.pipelining.plan_pipeline
 LAZY_WANTED = r"layer 0 \(LazyLinear\) must know the shapes of its parameters, but it is lazy; run the model once"
 WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
-    (lambda: offload.offload_layers([nn.LazyLinear(2), nn.Linear(2, 2)], memory_budget=9), ValueError, LAZY_WANTED),
+    (
+        lambda: offload.offload_layers([nn.LazyLinear(2), nn.Linear(2, 2)], memory_budget="1MiB"),
+        ValueError,
+        LAZY_WANTED,
+    ),
     (lambda: offload.plan(layers(), "1GiB", LINK), TypeError, PROFILE_WANTED + "a ModuleList"),
     (lambda: offload.plan(PROFILE, "2MiB", 55e9), TypeError, LINK_WANTED + r"55000000000\.0"),
     (lambda: offload.plan(PROFILE, None, LINK), TypeError, "memory_budget must be an int"),
