@@ -231,7 +231,7 @@ def _run_with(
     proof = _comparison(frame, originals, frame.replay.dropped, hand_over=True)
     same = True
     try:
-        Context().run(frame.run_under, proof, HandOver(frame, proof.storages))
+        Context().run(frame.run_under, proof, HandOver(frame, proof))
     except torch.OutOfMemoryError:
         raise
     except (AnotherWayError, RuntimeError) as error:

@@ -214,7 +214,7 @@ class Frame:
     def _run(self, *, hand_over: bool) -> dict[int, torch.Tensor]:
         check = SavedCheck(self, hand_over=hand_over)
         mode = LayerMode() if self.learned else None
-        self.run_under(check, HandOver(self, check.storages) if hand_over else mode)
+        self.run_under(check, HandOver(self, check) if hand_over else mode)
         return check.found
 
     def run_under(self, check: SavedCheck, mode: TorchDispatchMode | None) -> None:
@@ -269,6 +269,8 @@ class SavedCheck:
         self.found: dict[int, torch.Tensor] = {}
         self.first_node = 0  # the number of the first autograd node of the run
         self.storages: dict[int, int] = {}  # the addresses of what was handed over, by the number of the saved tensor
+        self.unfilled: dict[int, StorageWeakRef] = {}
+        """Memory that nothing may read, by address, which is no other's as long as it is referred to."""
         self.all_there = False
         self._number = 0
         self._nodes, self._blind = frame.nodes, frame.blind
@@ -295,6 +297,7 @@ class SavedCheck:
             if tensor.shape != expected[0] or tensor.dtype is not expected[1]:
                 what = f"saves {tensor.dtype} {list(tensor.shape)} as tensor {number}, not {expected}"
                 raise self.frame.other(what)
+            self.check_filled([tensor])
             self.take(number, tensor)
             self._missing -= 1
             self.all_there = not self._missing and not self._to_the_end
@@ -302,6 +305,16 @@ class SavedCheck:
                 raise AllThereError
         elif number in self._compared and not same_bits(tensor, self.frame.kept[number]()):
             raise self.frame.other(f"computes other values as saved tensor {number}")
+
+    def check_filled(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Operations may be those that were learned, in their order, and read what others have made.
+
+        Which results they read may depend on an attribute, or on what Python has read of a tensor.
+        """
+        for tensor in tensors if self.unfilled else ():
+            memory = plain_memory(tensor)
+            if memory is not None and address_of(memory) in self.unfilled:
+                raise AnotherWayError
 
     def take(self, number: int, tensor: torch.Tensor) -> None:
         """A dropped tensor was recomputed."""
@@ -339,17 +352,15 @@ class HandOver(LayerMode):
         AnotherWayError: The operations are not those that were learned, in their order.
     """
 
-    def __init__(self, frame: Frame, storages: dict[int, int]) -> None:
+    def __init__(self, frame: Frame, check: SavedCheck) -> None:
         super().__init__()
         replay = frame.replay
         self._frame = frame
-        self._storages = storages
+        self.check = check
         self._calls, self._steps, self._results = replay.calls, replay.steps, replay.results
         self._may_change = replay.may_change
         self._suppliers, self._sized = replay.suppliers, replay.sized
         self._time = 0
-        self._unfilled: dict[int, StorageWeakRef] = {}
-        """Memory that nothing may read, by address, which is no other's as long as it is referred to."""
         _check_reads()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -359,8 +370,8 @@ class HandOver(LayerMode):
             return self._run_other(function, args, kwargs or {})
         self._time = time + 1
         if call is not None:
-            if reads and self._unfilled:
-                self.check_filled(tensors_of([*args, *kwargs.values()] if kwargs else args))
+            if reads and self.check.unfilled:
+                self.check.check_filled(tensors_of([*args, *kwargs.values()] if kwargs else args))
             return call(*args, **kwargs) if kwargs else call(*args)
         step, outputs = self._steps[time], self._results[time]
         if outputs is None:
@@ -380,18 +391,8 @@ class HandOver(LayerMode):
             if self._time < len(self._steps) or not self._may_change:
                 self._time, self._may_change = len(self._steps), False  # also if the layer catches the error
                 raise AnotherWayError
-            self.check_filled(tensors_of([*args, *kwargs.values()]))
+            self.check.check_filled(tensors_of([*args, *kwargs.values()]))
         return function(*args, **kwargs)
-
-    def check_filled(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Operations may be those that were learned, in their order, and read what others have made.
-
-        Which results they read may depend on an attribute, or on what Python has read of a tensor.
-        """
-        for tensor in tensors:
-            memory = plain_memory(tensor)
-            if memory is not None and address_of(memory) in self._unfilled:
-                raise AnotherWayError
 
     def _made(self, output: StepResult, args: Any) -> Any:
         storage, geometry, device, argument, value = output
@@ -405,11 +406,11 @@ class HandOver(LayerMode):
             memory = kept.untyped_storage()
             if self._sized and math.prod(geometry[2]) * geometry[0].itemsize > memory.nbytes():
                 raise AnotherWayError
-            self._storages[number] = address_of(memory)
+            self.check.storages[number] = address_of(memory)
             return kept.detach() if geometry_of(kept) == geometry else look_into(memory, geometry)
         made = _unfilled(geometry, device)
         memory = made.untyped_storage()
-        self._unfilled[address_of(memory)] = StorageWeakRef(memory)
+        self.check.unfilled[address_of(memory)] = StorageWeakRef(memory)
         return made
 
 
@@ -422,7 +423,7 @@ def _check_reads() -> None:
         def checked(tensor: torch.Tensor, *given: Any, read: Callable[..., Any] = read, **options: Any) -> Any:
             for mode in dispatch_modes():
                 if isinstance(mode, HandOver):
-                    mode.check_filled([tensor])
+                    mode.check.check_filled([tensor])
             return read(tensor, *given, **options)
 
         setattr(torch.Tensor, name, functools.update_wrapper(checked, read))
