@@ -162,10 +162,8 @@ VARYING: Columns = {
     "steps": ("steps", ",d"),
     "over the budget": ("over_budget", lambda steps: str(len(steps))),
     "measured": ("measuring", lambda steps: str(len(steps))),
-    "budget, GiB": ("budget_bytes", gib),
-    "peak, GiB": ("peak_bytes", gib),
-    "layers": ("layers", "d"),
-    "GPU": _short,
+    "peak of budget, GiB": lambda row: f"{gib(row['peak_bytes'])} of {gib(row['budget_bytes'])}",
+    "GPU, layers": lambda row: f"{_short(row)}, {row['layers']}",
 }
 
 
