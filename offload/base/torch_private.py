@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+_lacking: list[str] = []
 
 
 def _take(name: str, one: Any = torch) -> Any:
@@ -39,9 +40,6 @@ def _take(name: str, one: Any = torch) -> Any:
             f"offload needs {whose}.{name}, which torch {torch.__version__} does not have; install a version of torch "
             "that this version of offload supports (see its page on installation)."
         ) from None
-
-
-_lacking: list[str] = []
 
 
 def _find(name: str, *, called: bool = True) -> Any:
@@ -361,12 +359,7 @@ class _WhenRulesAreImported:
         sys.meta_path.remove(self)  # the finder that is asked next is the real one
         spec: Any = importlib.util.find_spec(name)
         load = spec.loader.exec_module
-
-        def exec_module(rules: Any) -> None:
-            load(rules)
-            rules.add("offload")
-
-        spec.loader.exec_module = exec_module
+        spec.loader.exec_module = lambda rules: (load(rules), rules.add("offload"))
         return spec
 
 
@@ -385,7 +378,6 @@ def patch_once(
 
     ``before_resize`` is called before a storage is resized. Some programs free a saved tensor's memory themselves, by
     ``storage.resize_(0)``, and fill it before backward. PyTorch frees it at once, while a copy may still read it.
-
     ``keep`` takes what a selective checkpoint keeps, and returns what gives it back, or ``None`` to leave it there;
     ``see`` is told of the arguments of each operation in a checkpoint. ``takes`` says whether what checkpoints keep
     here is offloaded; then ``honour`` is given their policy. ``owns`` says whether a hook is one of the library's.
@@ -407,6 +399,15 @@ def patch_once(
         _patch_checkpoint(keep, see, takes, owns, honour)
         vars(resize_)["before"] = before_resize
         torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]  # a patch, on purpose
+
+
+@functools.cache
+def before_reads(call: Callable[[torch.Tensor], object]) -> None:
+    """Have ``call`` called before Python reads a tensor by what is no operation."""
+    for name in ("tolist", "numpy", "__dlpack__"):
+        read = getattr(torch.Tensor, name)
+        told = functools.wraps(read)(lambda one, *a, read=read, **b: (call(one), read(one, *a, **b))[1])
+        setattr(torch.Tensor, name, told)
 
 
 def _patch_checkpoint(keep: Any, see: Any, takes: Any, owns: Any, honour: Any) -> None:

@@ -164,16 +164,23 @@ def _refuse_wrappers(optimizer: torch.optim.Optimizer) -> None:
 def _nothing_left_behind(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Stand-ins share lists and dictionaries with the program's optimizer: what a step puts there is no state."""
     containers = {name: one for name, one in vars(optimizer).items() if name not in OWN and not name.endswith("hooks")}
-    before = [(name, one, one.copy()) for name, one in containers.items() if isinstance(one, dict | list | set)]
+    found = [(name, one) for name, one in containers.items() if isinstance(one, dict | list | set)]
+    before = [(name, one, one.copy(), _tensors_held(one)) for name, one in found]
     try:
         yield
     finally:
-        grown = [(name, one, held) for name, one, held in before if len(one) != len(held)]
-        for _, one, held in grown:
+        grown = [name for name, one, _, tensors in before if _tensors_held(one) > tensors]
+        for _, one, held, _ in before:
             one.clear()
             (one.extend if isinstance(one, list) else one.update)(held)
-    for name, *_ in grown:
-        raise _no_proof(optimizer, f"whose step() keeps something in its attribute {name} and not in its state")
+    for name in grown:
+        raise _no_proof(optimizer, f"whose step() keeps tensors in its attribute {name} and not in its state")
+
+
+def _tensors_held(container: Any) -> int:
+    """How many tensors are in a list or a set, or among the keys and values of a dictionary."""
+    keys = [*container] if isinstance(container, dict | set) else []
+    return sum(1 for _ in tensors_in([keys, container]))
 
 
 def _told(value: object) -> str:

@@ -8,7 +8,6 @@ A second run that goes another way than the learned one is started anew, without
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +24,7 @@ from offload.base.torch_private import (
     CAST,
     TorchDispatchMode,
     address_of,
+    before_reads,
     compiler_of,
     compiles,
     dispatch_modes,
@@ -297,7 +297,8 @@ class SavedCheck:
             if tensor.shape != expected[0] or tensor.dtype is not expected[1]:
                 what = f"saves {tensor.dtype} {list(tensor.shape)} as tensor {number}, not {expected}"
                 raise self.frame.other(what)
-            self.check_filled([tensor])
+            if self.is_unfilled(tensor):
+                raise AnotherWayError
             self.take(number, tensor)
             self._missing -= 1
             self.all_there = not self._missing and not self._to_the_end
@@ -306,15 +307,14 @@ class SavedCheck:
         elif number in self._compared and not same_bits(tensor, self.frame.kept[number]()):
             raise self.frame.other(f"computes other values as saved tensor {number}")
 
-    def check_filled(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Operations may be those that were learned, in their order, and read what others have made.
+    def is_unfilled(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is in memory that a second run has skipped to fill.
 
-        Which results they read may depend on an attribute, or on what Python has read of a tensor.
+        Operations may be those that were learned, in their order, and read what others have made: an attribute, or what
+        Python has read of a tensor, may decide which.
         """
-        for tensor in tensors if self.unfilled else ():
-            memory = plain_memory(tensor)
-            if memory is not None and address_of(memory) in self.unfilled:
-                raise AnotherWayError
+        memory = plain_memory(tensor) if self.unfilled else None
+        return memory is not None and address_of(memory) in self.unfilled
 
     def take(self, number: int, tensor: torch.Tensor) -> None:
         """A dropped tensor was recomputed."""
@@ -356,12 +356,12 @@ class HandOver(LayerMode):
         super().__init__()
         replay = frame.replay
         self._frame = frame
-        self.check = check
+        self._check = check
         self._calls, self._steps, self._results = replay.calls, replay.steps, replay.results
         self._may_change = replay.may_change
         self._suppliers, self._sized = replay.suppliers, replay.sized
         self._time = 0
-        _check_reads()
+        before_reads(_before_read)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         time = self._time
@@ -370,8 +370,8 @@ class HandOver(LayerMode):
             return self._run_other(function, args, kwargs or {})
         self._time = time + 1
         if call is not None:
-            if reads and self.check.unfilled:
-                self.check.check_filled(tensors_of([*args, *kwargs.values()] if kwargs else args))
+            if reads and self._check.unfilled:
+                self.check_filled(tensors_of([*args, *kwargs.values()] if kwargs else args))
             return call(*args, **kwargs) if kwargs else call(*args)
         step, outputs = self._steps[time], self._results[time]
         if outputs is None:
@@ -389,10 +389,18 @@ class HandOver(LayerMode):
         """An operation that is not in the order of the plan: it does not count, or comes where the way may change."""
         if is_counted(function, args):
             if self._time < len(self._steps) or not self._may_change:
-                self._time, self._may_change = len(self._steps), False  # also if the layer catches the error
-                raise AnotherWayError
-            self.check.check_filled(tensors_of([*args, *kwargs.values()]))
+                raise self._other_way()
+            self.check_filled(tensors_of([*args, *kwargs.values()]))
         return function(*args, **kwargs)
+
+    def _other_way(self) -> AnotherWayError:
+        self._time, self._may_change = len(self._steps), False  # also if the layer catches the error
+        return AnotherWayError()
+
+    def check_filled(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These are about to be read."""
+        if any(map(self._check.is_unfilled, tensors)):
+            raise self._other_way()
 
     def _made(self, output: StepResult, args: Any) -> Any:
         storage, geometry, device, argument, value = output
@@ -406,27 +414,19 @@ class HandOver(LayerMode):
             memory = kept.untyped_storage()
             if self._sized and math.prod(geometry[2]) * geometry[0].itemsize > memory.nbytes():
                 raise AnotherWayError
-            self.check.storages[number] = address_of(memory)
+            self._check.storages[number] = address_of(memory)
             return kept.detach() if geometry_of(kept) == geometry else look_into(memory, geometry)
         made = _unfilled(geometry, device)
         memory = made.untyped_storage()
-        self.check.unfilled[address_of(memory)] = StorageWeakRef(memory)
+        self._check.unfilled[address_of(memory)] = StorageWeakRef(memory)
         return made
 
 
-@functools.cache
-def _check_reads() -> None:
-    """Let what Python reads of a tensor without an operation ask whether a second run has filled the tensor."""
-    for name in ("tolist", "numpy", "__dlpack__"):
-        read = getattr(torch.Tensor, name)
-
-        def checked(tensor: torch.Tensor, *given: Any, read: Callable[..., Any] = read, **options: Any) -> Any:
-            for mode in dispatch_modes():
-                if isinstance(mode, HandOver):
-                    mode.check.check_filled([tensor])
-            return read(tensor, *given, **options)
-
-        setattr(torch.Tensor, name, functools.update_wrapper(checked, read))
+def _before_read(tensor: torch.Tensor) -> None:
+    """Python reads a tensor, which a second run may have skipped to fill."""
+    for mode in dispatch_modes():
+        if isinstance(mode, HandOver):
+            mode.check_filled([tensor])
 
 
 def _unfilled(geometry: Geometry, device: torch.device | None) -> torch.Tensor:

@@ -56,9 +56,8 @@ class Way:
         self.lacks = 0  # how often the device had no memory to prove that in backward
         self.policies: list[Policy] = []  # of each saved tensor
         self.replay: SecondRun = NOTHING
-        self.reads: list[
-            torch.Tensor
-        ] = []  # whose versions tell of changes: what a second run reads, no inputs or state
+        self.reads: list[torch.Tensor] = []
+        """Whose versions tell of changes: what a second run reads, and is no input or state."""
         self.expected: list[Expected] = []  # what is looked at of each saved tensor
         self.dropped: dict[int, tuple[torch.Size, torch.dtype]] = {}
         """Shape and dtype of each saved tensor that is dropped before :attr:`limit`, by number."""

@@ -201,3 +201,9 @@ class TestBytes:
 )
 def test_ints_within_bounds(value, fits):
     assert is_int(value, 1, 3) is fits
+
+
+@pytest.mark.gpu
+def test_a_device_that_the_machine_has_not() -> None:
+    with pytest.raises(ValueError, match=r"whose last one is 'cuda:\d+', got 'cuda:99'"):
+        resolve_device("cuda:99")

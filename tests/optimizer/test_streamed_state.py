@@ -462,7 +462,7 @@ def test_a_step_that_assigns_data_or_reads_attributes_of_parameters(
 @pytest.mark.parametrize(
     ("where", "message"),
     [
-        ("attribute", "got Momentum, whose step.. keeps something in its attribute moments and not in its state"),
+        ("attribute", "got Momentum, whose step.. keeps tensors in its attribute moments and not in its state"),
         ("list", "got Momentum, whose moments is no plain tensor but of type list"),
     ],
 )
@@ -472,6 +472,24 @@ def test_state_that_is_no_tensor_of_a_parameter_is_refused(where: str, message: 
         stream(optimizer)
     assert not optimizer.moments
     assert not optimizer.state
+
+
+class Logged(torch.optim.SGD):
+    """Appends numbers to a list of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.rates = [1.0]
+
+    def step(self, closure: Any = None) -> None:
+        self.rates.append(self.param_groups[0]["lr"])
+        super().step(closure)
+
+
+def test_a_list_of_numbers_is_no_state_and_has_none_of_the_trial(lab: Lab) -> None:
+    optimizer = Logged(build(lab.device).parameters())
+    with stream(optimizer):
+        assert optimizer.rates == [1.0]
 
 
 def test_names() -> None:

@@ -61,10 +61,18 @@ def of_an_array(layer: Any, x: torch.Tensor) -> int:
     return int(layer.gate(x).detach().cpu()[:, 0].numpy().sum() > 0)
 
 
+def of_a_list_or_not(layer: Any, x: torch.Tensor) -> int:
+    try:
+        return of_a_list(layer, x)
+    except Exception:  # noqa: BLE001  # whatever it is
+        return 0
+
+
 CHOICES: dict[str, Callable[[Any, torch.Tensor], int]] = {
     "an attribute": lambda layer, _: layer.active,
     "a list": of_a_list,
     "an array": of_an_array,
+    "a list, or nothing if that fails": of_a_list_or_not,
     "a random list": lambda *_: int(torch.randint(2, (1,)).tolist()[0]),
     "an operation that returns a bool": lambda layer, x: int(is_positive(layer.gate(x).detach())),
     "an operation that returns a float": lambda layer, x: int(factor(layer.gate(x).detach()) > 2.5),

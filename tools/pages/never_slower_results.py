@@ -174,10 +174,14 @@ def varying_lengths(_page: Path) -> str:
     for record in map(read, VARYING_RECORDS):
         of_record = {key: record[key] for key in ("budget_bytes", "layers")} | {"gpu": record["hardware"]["gpu"]}
         rows += [of_record | row for row in record["rows"] if "error" not in row]
-    measured = " ".join(where(record, record["rows"], by_row=False) for record in map(read, VARYING_RECORDS))
+    cut = " (cut; from its log)"
+    measured = " ".join(
+        where(record, record["rows"], by_row=False).removesuffix(".") + cut * record.get("from_log", False) + "."
+        for record in map(read, VARYING_RECORDS)
+    )
     return (
         "**Lengths that vary.** Hugging Face's Trainer trains Llama-3.2-3B's width on 64 to 4,096 tokens "
-        f"(log-normal, padded per batch), and evaluates in between. {measured} "
+        f"(log-normal, padded per batch), with evaluations. {measured} "
         "The budget is half of what the longest batch adds.\n\n"
         f"{markdown_table(cells(rows, VARYING), left=1, answer=('against the plan by hand', 'over the budget'))}\n"
     )
