@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from offload.recompute.layer_inputs import LayerInputs, changed_argument, same_l
 from offload.recompute.layer_policies import InputKind, LayerPolicies
 from offload.recompute.learn import Learn, ModuleNames, SavedTensor, leave_modes
 from offload.recompute.policies import KEEP, RECOMPUTE
-from offload.recompute.prove import memories_of, on_host, prove_all, prove_hand_over
+from offload.recompute.prove import memory_bytes, on_host, prove_all, prove_all_again, prove_hand_over
 from offload.recompute.run_again import Frame, HandOver, Held
 from offload.recompute.second_run import SecondRun
 from offload.recompute.state import CLONED_BYTES, LayerState, Settings, contents_of, kept_by_hooks, states_of
@@ -108,8 +108,8 @@ class RegionSet(ActivationSet):
             if self._proves and way.can_repeat_all:
                 # What is saved is held until forward has ended, and is on the host or beside a second run then. Where
                 # memory is too short for that, two second runs are compared in backward.
-                times = 1 if self.transfers.spares_device(way.saved_bytes) else 2
-                if policies.is_short(times * way.saved_bytes):
+                nbytes = way.most_bytes(self._key[1])
+                if policies.is_short(nbytes if self.transfers.spares_device(nbytes) else 2 * nbytes):
                     self._proves = False
                     self._prove_in_backward(frame, way)
             if self._proves:
@@ -154,7 +154,7 @@ class RegionSet(ActivationSet):
         if learn is not None:
             way = self._finish_learning(frame, learn, originals)
         elif way is not None and self._proves and self._prove(frame, way, originals):
-            way.unproven_sizes -= self._sized and not frame.strange
+            way.unproven_sizes -= self._sized and frame.replay.hands_over and not frame.strange
             way.proven = way.proven or not self._sized
         if not held:
             return
@@ -334,9 +334,8 @@ class RegionSet(ActivationSet):
             # A second run would call the hook once more, with results that lead to no graph.
             way.reason = "a hook keeps tensors that the layer computes"
         if may_recompute and way.reason is None:
-            short = self._is_short(originals)
-            clock, lend = backend if policies.measures else None, self.transfers.lend
-            measured = prove_all(frame, way, learn, originals, clock, lend, short=short)
+            short, clock = policies.is_short(2 * memory_bytes(originals)), backend if policies.measures else None
+            measured = prove_all(frame, way, learn, originals, clock, self.transfers.lend, short=short)
             seconds, forward_s = measured or (seconds, forward_s)
         if way.again and policies.failures[self._key] < MOST_FAILURES:
             policies.failures[self._key] += 1
@@ -361,10 +360,6 @@ class RegionSet(ActivationSet):
         self._prove(frame, way, originals, again=True)
         return way
 
-    def _is_short(self, originals: list[torch.Tensor]) -> bool:
-        """Whether a second run needs more than there is, if it needs twice what the layer saves."""
-        return self._policies.is_short(2 * sum(memory.nbytes() for memory in memories_of(originals).values()))
-
     def _say(self, line: str) -> None:
         if line not in self._policies.said:
             self._policies.said.add(line)
@@ -377,11 +372,12 @@ class RegionSet(ActivationSet):
         learned is proven ``again`` in the next microbatch.
         """
         same: bool | None = way.saves(originals, frame.nodes, sized=self._sized)
-        proves = same
+        proves, short, saved_bytes = same, False, memory_bytes(originals)
         if same and frame.replay.hands_over:
             # Backward needs no copies of what is saved, which take seconds in ordinary memory.
-            in_backward = way.can_repeat_all and not self.transfers.spares_device(way.saved_bytes)
-            short, lend = self._is_short(originals), None if in_backward else self.transfers.lend
+            in_backward = way.can_repeat_all and not self.transfers.spares_device(saved_bytes)
+            short = self._policies.is_short(2 * saved_bytes)  # a second run may need as much again
+            lend = None if in_backward else self.transfers.lend
             proves = None if short and in_backward else prove_hand_over(frame, originals, lend, short=short)
             if proves is None and way.can_repeat_all:
                 self._prove_in_backward(frame, way, again=again)
@@ -389,7 +385,10 @@ class RegionSet(ActivationSet):
         self._policies.proofs += 1
         if not same or (self._sized and not proves):
             self._policies.forget(self._key)
-            frame.strange = True
+            frame.strange = not (same and way.can_repeat_all)
+            if not frame.strange:  # else all is kept, for which plans have no room
+                frame.replay = way.replay.at_other_size(skips=False)
+                frame.strange = not prove_all_again(frame, originals, self.transfers.lend, short=short)
         elif not proves:
             self._run_all(way, lacks=proves is None)
             frame.replay = way.replay
@@ -399,11 +398,12 @@ class RegionSet(ActivationSet):
         frame.unproven = partial(self._told_in_backward, way, way.replay, again=again)
         frame.aside = partial(self._aside, way)
 
-    def _aside(self, way: Way, frame: Frame, found: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
+    def _aside(self, way: Way, frame: Frame, found: dict[int, torch.Tensor]) -> AbstractContextManager[None]:
         """Have what was ``found`` and handed over on the host: what the layer computes, as it may read the rest."""
         held = (getattr(frame.kept.get(number), "__self__", None) for number in frame.replay.arrivals)
-        here = [*found, *(one.versions for one in held if isinstance(one, KeptHandle))]
-        return on_host(here if way.lacks else self._policies.in_the_way(here, way.saved_bytes), self.transfers.lend)
+        here = [*found.values(), *(one.versions for one in held if isinstance(one, KeptHandle))]
+        nbytes = way.bytes_like(memory_bytes(found.values()), found)
+        return on_host(here if way.lacks else self._policies.in_the_way(here, nbytes), self.transfers.lend)
 
     def _told_in_backward(self, way: Way, settled: SecondRun, same: bool | None, *, again: bool = False) -> None:
         """A second run that was handed something has computed the same as one with all operations, or has not."""

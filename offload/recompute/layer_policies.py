@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 import weakref
 from collections import Counter
@@ -57,6 +58,8 @@ class LayerPolicies(RegionPolicies):
         self.layer = weakref.ref(layer)
         self.planned = planned
         self.ways: dict[InputKind, Way] = {}  # what was learned, by kind of input
+        self._sized: tuple[InputKind, SecondRun] | None = None  # the last second run of a size that was not learned
+        self._strange: set[InputKind] = set()  # with the evenness of sizes that no way of another evenness fits
         self.failures: Counter[InputKind] = Counter()  # how often each kind of input was learned for nothing
         self.costs: tuple[RegionProfile, ...] = ()  # what each region costs, where that was asked for
         self.given: list[Hashable] = []  # tell the memory of the inputs among those regions, which are the first ones
@@ -117,8 +120,14 @@ class LayerPolicies(RegionPolicies):
         known = self._of_kind(key[0])
         if self.measures and len(known) == 1:
             return None, None  # two sizes tell how the bytes of regions grow
+        if self._sized is not None and self._sized[1].wrong:
+            self.forget(self._sized[0])
+        if (key[0], even := _evenness(key[1])) in self._strange:
+            known = [one for one in known if _evenness(one.sizes) == even]
         found = ((other, other.at_size(key[1])) for other in known)
-        return next((pair for pair in found if pair[1] is not None), (None, None))
+        way, run = next((pair for pair in found if pair[1] is not None), (None, None))
+        self._sized = None if run is None else (key, run)
+        return way, run
 
     def _of_kind(self, kind: Hashable) -> list[Way]:
         """What was learned with inputs of this kind, of whatever size."""
@@ -142,8 +151,11 @@ class LayerPolicies(RegionPolicies):
 
     def forget(self, key: InputKind) -> None:
         """A kind of input has taken another way than the learned one: it is learned anew."""
+        self._sized = None
         if self.ways.pop(key, None) is not None:
             self.failures[key] += 1
+        else:
+            self._strange.add((key[0], _evenness(key[1])))
         for other in self._of_kind(key[0]):
             other.learn_size(key[1])
 
@@ -210,6 +222,14 @@ class LayerPolicies(RegionPolicies):
                 f"first that differ are {odd}. Profile the layers again, as they are trained, and plan with that."
             )
         self.follows(numbered, regions)
+
+
+def _evenness(sizes: Sizes) -> Sizes:
+    """Of each side, what kernels ask of one: attention pads a mask whose rows do not begin at multiples of 16 bytes.
+
+    The ragged side of a nested tensor is no number.
+    """
+    return tuple(math.gcd(side, 8) for side in sizes if isinstance(side, int))
 
 
 def check_patterns(layers: Iterable[LayerPolicies | None]) -> None:

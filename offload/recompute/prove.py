@@ -21,7 +21,7 @@ from offload.base.checks import format_bytes
 from offload.base.tensors import geometry_of, look_into, plain_memory, same_bits, whole
 from offload.base.torch_private import address_of, is_compiled
 from offload.device.backend import Backend
-from offload.recompute.learn import Learn, ModuleNames, Trace
+from offload.recompute.learn import LayerMode, Learn, ModuleNames, Trace
 from offload.recompute.run_again import AnotherWayError, Comparison, Frame, HandOver, NotReturnedError, OtherRunError
 from offload.recompute.second_run import SecondRun
 from offload.recompute.way import Way
@@ -48,6 +48,11 @@ def memories_of(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStora
     """The storages of the tensors that :func:`on_host` can move, by their addresses."""
     found = (plain_memory(one) for one in tensors if type(one) is torch.Tensor and not one.requires_grad)
     return {address_of(memory): memory for memory in found if memory is not None}
+
+
+def memory_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """The bytes of these storages."""
+    return sum(memory.nbytes() for memory in memories_of(tensors).values())
 
 
 @contextmanager
@@ -201,6 +206,21 @@ def prove_hand_over(frame: Frame, originals: Sequence[torch.Tensor], lend: Lend 
     with suppress(torch.OutOfMemoryError):
         return _hand_over(frame, originals, lend, short=short) == set()
     return None
+
+
+def prove_all_again(frame: Frame, originals: Sequence[torch.Tensor], lend: Lend, *, short: bool) -> bool:
+    """Run all of the layer's operations again, as backward will, and see whether what is dropped comes out the same."""
+    proof = _comparison(frame, originals, frame.replay.dropped, hand_over=False)
+    try:
+        with on_host(originals, lend) if short else nullcontext():
+            Context().run(frame.run_under, proof, LayerMode() if frame.learned else None)
+    except NotReturnedError:
+        raise
+    except RuntimeError:  # as if it were another layer, or for want of memory
+        return False
+    finally:
+        frame.dropped = {}
+    return not proof.differing
 
 
 def _hand_over(frame: Frame, originals: Sequence[torch.Tensor], lend: Lend | None, *, short: bool) -> set[int] | None:

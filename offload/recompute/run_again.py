@@ -85,7 +85,7 @@ class Frame:
     unproven: Callable[[bool | None], None] | None = None
     """Is told whether what is handed over gives the same bits as all operations, as long as nobody has seen that, and
     ``None`` where the device has no memory to compare both."""
-    aside: Callable[[Frame, Iterable[torch.Tensor]], AbstractContextManager[None]]
+    aside: Callable[[Frame, dict[int, torch.Tensor]], AbstractContextManager[None]]
     """Has what was found so, and handed over, on the host while all operations run, where memory is short."""
 
     def __init__(
@@ -206,7 +206,7 @@ class Frame:
     def _run_once_more(self, found: dict[int, torch.Tensor]) -> None:
         """Compare what was ``found`` with what all operations compute, of which nothing is held."""
         check = Comparison(self, found, hand_over=False)
-        with self.aside(self, found.values()):
+        with self.aside(self, found):
             self.run_under(check, LayerMode() if self.learned else None)
         if check.differing:
             raise AnotherWayError

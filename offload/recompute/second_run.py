@@ -102,9 +102,10 @@ class SecondRun:
         }
         """For each saved tensor whose storage is handed over, the number of the one that supplies it."""
 
-    def at_other_size(self) -> SecondRun:
+    def at_other_size(self, *, skips: bool = True) -> SecondRun:
+        """The same with results of other sizes; unless it ``skips`` operations, all run again."""
         found = copy.copy(self)
-        found.sized, found.hands_over = True, self.hands_over and not self.unsized
+        found.sized, found.hands_over = True, self.hands_over and not self.unsized and skips
         found.results = dict.fromkeys(self.results) if found.hands_over else {}
         return found
 

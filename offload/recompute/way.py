@@ -125,8 +125,21 @@ class Way:
     @property
     def saved_bytes(self) -> int:
         """What may be offloaded of all that the learned forward has saved."""
-        storages = {one.storage for one in self.trace.saved if one.movable and one.storage is not None}
-        return sum(self.trace.storages[one].nbytes for one in storages)
+        return self._bytes_of(number for number, one in enumerate(self.trace.saved) if one.movable)
+
+    def most_bytes(self, sizes: Sizes) -> int:
+        """The same of a forward with inputs of other sizes: at most, if it grows with the square of a side."""
+        sides = zip(self.sizes, sizes, strict=False)  # the ragged side of a nested tensor is no number
+        grown = {(then, now) for then, now in sides if isinstance(now, int) and now > then > 0}
+        return round(self.saved_bytes * math.prod((now / then) ** 2 for then, now in grown))
+
+    def bytes_like(self, nbytes: int, numbers: Collection[int]) -> int:
+        """The same of a forward whose saved tensors of these numbers have so many bytes: others have grown as they."""
+        return round(self.saved_bytes * nbytes / max(1, self._bytes_of(numbers)))
+
+    def _bytes_of(self, numbers: Iterable[int]) -> int:
+        storages = {self.trace.saved[number].storage for number in numbers}
+        return sum(self.trace.storages[one].nbytes for one in storages if one is not None)
 
     @cached_property
     def sources(self) -> list[int]:

@@ -198,6 +198,49 @@ SAYS: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, ...]] | None] = {
 """What the operation says of its results without memory."""
 
 
+class Padded(nn.Module):
+    """Attention whose mask is padded to a multiple of eight, as PyTorch's kernels need it, if it is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        length = x.shape[1]
+        mask = torch.where(torch.ones(length, length, dtype=torch.bool, device=x.device).tril(), 0.0, float("-inf"))
+        if length % 8:
+            mask = F.pad(mask, (0, -length % 8))[:, :length]
+        return x + self.out((q @ k.mT + mask).softmax(-1) @ v).tanh()
+
+
+@pytest.mark.parametrize(("room", "compared"), [("room", 4), ("no room", 3)])
+def test_a_size_whose_operations_are_others_is_recomputed_as_well(
+    room: str, compared: int, lab: Lab, request: pytest.FixtureRequest
+) -> None:
+    """Nothing more is kept, in the first step either; then one such size is learned, and tells of all of its kind."""
+    if room == "no room":
+        request.getfixturevalue("no_room")
+    layers = nn.ModuleList(Padded() for _ in range(8)).to(lab.device)
+
+    def metered(shape: tuple[int, ...]) -> tuple[list[torch.Tensor], int]:
+        with offload.memory_meter(lab.device) as meter:
+            found = step(layers, shape, lab)
+        return found, meter.peak_bytes
+
+    shapes = [(1, length) for length in (251, 253, 1000, 1000, 1096, 904, 1096, 1024)]
+    plain = [metered(shape) for shape in shapes]
+    calls, ran = Calls(layers), []
+    with offloaded(layers, lab, {"*addmm": "keep", "*": "recompute"}):
+        for shape, (expected, plain_bytes) in zip(shapes, plain, strict=True):
+            found, peak_bytes = metered(shape)
+            assert_same(expected, found)
+            assert peak_bytes < 0.65 * plain_bytes or shape == shapes[0]
+            ran.append(calls.since())
+    # Learned; compared; compared and run as a whole; learned; compared twice; known.
+    assert ran == [4, 3, compared, 4, 3, 3, 2, 2]
+
+
 @pytest.mark.parametrize("saved", [False, True], ids=["a view is saved", "the result is saved"])
 @pytest.mark.parametrize("says", SAYS)
 @pytest.mark.filterwarnings("ignore:policies has patterns that match no region")
