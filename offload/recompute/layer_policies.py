@@ -69,9 +69,10 @@ class LayerPolicies(RegionPolicies):
         self.learned = 0
         self.proofs = 0  # how often a second run was compared with forward, which holds what both save
         self.last: Way | None = None
+        self._modules: list[nn.Module] = []  # the layer and those in it
+        self._dicts: list[dict[str, Any]] = []  # their dictionaries of parameters and of submodules
+        self._parts: list[Any] = []  # what was in these when the modules were listed
         self._parameters: list[nn.Parameter] = []
-        self._modules: list[dict[str, nn.Module | None]] = []  # the dictionaries of submodules in the layer
-        self._submodules: list[nn.Module | None] = []  # what was in these when the parameters were listed
         self.is_short: Callable[[int], bool] = lambda _: False  # whether the device has no room for so many bytes more
         self.holds = False  # whether what is recomputed is held as long as PyTorch holds what a node has saved
         self.clock: Clock | None = None  # marks points of the compute stream, while second runs are timed
@@ -101,14 +102,24 @@ class LayerPolicies(RegionPolicies):
 
     def kind_of(self, layer: nn.Module, inputs: LayerInputs, settings: Settings) -> InputKind:
         """What tells whether the layer saves other tensors: its inputs, mode, and trained parameters, and settings."""
-        there, known = [one for held in self._modules for one in held.values()], self._submodules
-        if not (self._modules and len(there) == len(known) and all(map(is_, there, known))):
-            self._modules = [state_of(module)[3] for module in layer.modules()]
-            self._submodules = [one for held in self._modules for one in held.values()]
-            self._parameters = list(layer.parameters())
-            self.ways.clear()  # what was learned is of another layer, where the program has replaced a part of it
+        there, parts = [one for held in self._dicts for one in held.values()], self._parts
+        if not (self._modules and len(there) == len(parts) and all(map(is_, there, parts))):
+            self._list_parts(layer)
         trained = [parameter.requires_grad for parameter in self._parameters]
         return (*inputs.kind, layer.training, *settings.kind, *trained), tuple(inputs.sizes)
+
+    def _list_parts(self, layer: nn.Module) -> None:
+        """List what is in the layer. Where the program has replaced a module, what was learned is of another layer."""
+        modules, parameters = list(layer.modules()), list(layer.parameters())
+        if modules != self._modules or len(parameters) != len(self._parameters):
+            self.ways.clear()
+        self._modules, self._parameters = modules, parameters
+        self._dicts = [held for module in modules for held in state_of(module)[1::2]]
+        self._parts = [one for held in self._dicts for one in held.values()]
+        for way in self.ways.values():
+            if way.state.parameters:  # else they are gathered for each run
+                way.state.parameters = [*parameters]
+                way.find_reads()
 
     def find(self, key: InputKind) -> tuple[Way | None, SecondRun | None]:
         """What is known of a kind of input, learned with this size or with two others, and its second run."""

@@ -228,10 +228,7 @@ class Way:
             # Recomputing the whole layer is timed.
             run = SecondRun(trace, run.dropped, skips=False)
         self.replay = run if run.dropped else NOTHING
-        # A parameter that is read behind the last dropped tensor may have made its step in backward by then.
-        pairs = zip(self.state.parameters, trace.parameters_read, strict=True)
-        read = [one for one, first in pairs if first < run.reads_until or first == math.inf]
-        self.reads = [*read, *trace.constants.values()]
+        self.find_reads()
         run.unlike = {number for number, one in enumerate(trace.saved) if not one.movable}
         self.expected = [
             (one.node, one.shape, one.stride if number in self.replay.numbers else None, one.dtype, policy)
@@ -242,6 +239,13 @@ class Way:
         self.keeps_all = self.rest is KEEP and all(one is KEEP for one in wanted)
         self._replays.clear()
         self.proven = not self.replay.hands_over
+
+    def find_reads(self) -> None:
+        """Find what a second run reads: the layer's parameters as they are now, and what else was there before."""
+        # A parameter that is read behind the last dropped tensor may have made its step in backward by then.
+        pairs = zip(self.state.parameters, self.trace.parameters_read, strict=True)
+        read = [one for one, first in pairs if first < self.replay.reads_until or first == math.inf]
+        self.reads = [*read, *self.trace.constants.values()]
 
     def _wanted(self, number: int, policies: RegionPolicies) -> Policy:
         saved = self.trace.saved[number]

@@ -1906,6 +1906,20 @@ def test_a_kept_result_that_is_overwritten_before_backward(policy: str, lab: Lab
             step(layers, x, lambda: outputs[-1].detach().add_(1))
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_parameter_that_changes_before_backward(replaced: bool, lab: Lab) -> None:
+    """A bias, which autograd has not saved; also one in place of that with which the layer was learned."""
+    layers, x = build("mlp", LAYERS, lab.device)
+    with offloaded(layers, lab):
+        for _ in range(2):
+            step(layers, x)
+        if replaced:
+            layers[1].up.bias = nn.Parameter(layers[1].up.bias.detach().clone())
+            step(layers, x)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation: a parameter of shape"):
+            step(layers, x, lambda: layers[1].up.bias.detach().add_(1))
+
+
 @pytest.mark.parametrize("steps", [0, 2], ids=["in the first step", "later"])
 def test_a_tensor_of_others_that_changes_before_backward(steps: int, lab: Lab) -> None:
     """Autograd has not saved it, and would not notice; a second run would read what it has become."""
