@@ -110,6 +110,9 @@ def prepare(
     for one in optimizers:
         check_type("optimizer", one, torch.optim.Optimizer, "a torch.optim.Optimizer of the model's parameters")
     check_float32(state_dtype, master_weights=master_weights)
+    flags = {"step_in_backward": step_in_backward, "overlap_forward": overlap_forward, "in_pieces": in_pieces}
+    for name, flag in flags.items():
+        check_type(name, flag, bool, "True or False")
     target = resolve_device(device)
     budget = all_bytes(target, model, optimizers) if memory_budget == "auto" else parse_budget(memory_budget)
     most = None if max_host_bytes is None else parse_bytes(max_host_bytes, "max_host_bytes")

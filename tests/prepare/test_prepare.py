@@ -565,6 +565,9 @@ def test_refuses_what_is_no_training() -> None:
         offload.prepare(model, adamw(model), 1 << 70)
     with pytest.raises(ValueError, match="master_weights must be False without state_dtype"):
         offload.prepare(model, adamw(model), "1GiB", master_weights=True)
+    for flag in ("step_in_backward", "overlap_forward", "in_pieces"):
+        with pytest.raises(TypeError, match=f"{flag} must be True or False, got "):
+            offload.prepare(model, adamw(model), "1GiB", **{flag: "never"})
     with pytest.raises(TypeError, match=r"got LBFGS, .*; leave the optimizer as it is, and call offload_layers\("):
         offload.prepare(model, torch.optim.LBFGS(model.parameters()), "1GiB")
     differentiable = torch.optim.AdamW(model.parameters(), differentiable=True)
