@@ -20,7 +20,7 @@ from offload.measuring.follow_compiled import follow_plan
 from offload.measuring.follow_plan import FollowPlan
 from offload.measuring.watch_plan import WatchedPlan
 from offload.planning.plan import Plan
-from offload.recompute.layer_policies import LayerPolicies
+from offload.recompute.layer_policies import LayerPolicies, alike
 from offload.recompute.policies import Policy, parse_policies
 from offload.schedule.schedule import Schedule, check_schedule
 
@@ -169,7 +169,7 @@ def offload_layers(
     regions: Sequence[LayerPolicies | None] = () if plan is None else _planned(plan, modules)
     if policies is not None:
         patterns = parse_policies(policies)
-        regions = [LayerPolicies(patterns, layer) for layer in modules]
+        regions = alike([LayerPolicies(patterns, layer) for layer in modules])
     context = OffloadContext(schedule, len(modules), policies=regions, **given)
     # Hooks inside of a compiled call cannot count memory: they must not change the dispatch modes.
     if plan is not None and context.backend.device.type == "cpu" and not is_compiled(modules[0]):
@@ -228,7 +228,9 @@ def _planned(plan: Plan, modules: Sequence[nn.Module]) -> list[LayerPolicies | N
     """The policies of a plan, if it has any."""
     if not any(plan.policies):
         return []
-    return [
+    regions = [
         None if one is None else LayerPolicies({"*": Policy.OFFLOAD}, layer, planned=(one, planned.regions))
         for layer, one, planned in zip(modules, plan.policies, plan.profile.layers, strict=True)
     ]
+    alike([one for one in regions if one is not None])
+    return regions

@@ -32,7 +32,7 @@ from offload.planning.plan import Plan
 from offload.planning.profile import HostSeconds, LayerProfile, Link, Profile
 from offload.planning.search import layers_of_kinds
 from offload.recompute.costs import LayerPolicy, RegionProfile
-from offload.recompute.layer_policies import LayerPolicies
+from offload.recompute.layer_policies import LayerPolicies, alike
 from offload.recompute.policies import Policy
 from offload.recompute.way import shared_inputs
 from offload.schedule.schedule import Schedule
@@ -141,9 +141,9 @@ def hold_some(policies: Iterable[LayerPolicies]) -> None:
     for one in policies:
         if one.runs_again:
             kinds[tuple((region.name, region.nbytes) for region in one.costs)].append(one)
-    for alike in kinds.values():
-        for place, one in enumerate(alike):
-            one.holds = place % 2 == 0 or len(alike) < 3
+    for same in kinds.values():
+        for place, one in enumerate(same):
+            one.holds = place % 2 == 0 or len(same) < 3
 
 
 def time_second_runs(policies: Iterable[LayerPolicies], backend: Backend) -> None:
@@ -160,7 +160,7 @@ def end_second_runs(policies: Iterable[LayerPolicies]) -> None:
 
 def learning_policies(layers: Iterable[nn.Module]) -> list[LayerPolicies]:
     """Policies under which layers recompute everything, and learn what their regions cost."""
-    return [LayerPolicies({"*": Policy.RECOMPUTE}, layer, measures=True) for layer in layers]
+    return alike([LayerPolicies({"*": Policy.RECOMPUTE}, layer, measures=True) for layer in layers])
 
 
 def learning_schedule(count: int) -> Schedule:

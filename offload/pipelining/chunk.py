@@ -25,7 +25,7 @@ from offload.activations.what_moves import offloaded_parts
 from offload.base.find_layers import check_layers
 from offload.base.layer_events import Attachment, Handle, LayerCall
 from offload.base.torch_private import next_node, pop_hooks, push_hooks
-from offload.recompute.layer_policies import LayerPolicies
+from offload.recompute.layer_policies import LayerPolicies, alike
 from offload.recompute.policies import OFFLOAD, Policy
 
 
@@ -148,7 +148,7 @@ class StageLayers:
         lists = [largest_list(stage.submod) for stage in stages]
         for stage, layers in zip(stages, lists, strict=True):
             check_layers(layers, OffloadListener, "offloaded")
-            self.policies[stage.stage_index] = [LayerPolicies(patterns, layer) for layer in layers]
+            self.policies[stage.stage_index] = alike([LayerPolicies(patterns, layer) for layer in layers])
         self._attachments = [
             Attachment(layers, [_StageLayer(self, number) for number in range(len(layers))], handle) for layers in lists
         ]

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
@@ -26,7 +26,7 @@ from offload.recompute.policies import RECOMPUTE, SOURCE, Policy, RegionPolicies
 from offload.recompute.prove import memories_of
 from offload.recompute.second_run import SecondRun
 from offload.recompute.state import Settings
-from offload.recompute.way import Sizes, Way, without_shared
+from offload.recompute.way import MOST_SIZES, Sizes, Way, without_shared
 
 InputKind = tuple[Hashable, Sizes]  # what tells one kind of input from another, and the sizes of its tensors
 
@@ -59,7 +59,9 @@ class LayerPolicies(RegionPolicies):
         self.planned = planned
         self.ways: dict[InputKind, Way] = {}  # what was learned, by kind of input
         self._sized: tuple[InputKind, SecondRun] | None = None  # the last second run of a size that was not learned
-        self._strange: set[InputKind] = set()  # with the evenness of sizes that no way of another evenness fits
+        self.strange: set[InputKind] = set()
+        """Inputs that have gone another way than any that was learned before, by their sizes, and by the evenness of
+        these: then ways of the same evenness are more likely."""
         self.failures: Counter[InputKind] = Counter()  # how often each kind of input was learned for nothing
         self.costs: tuple[RegionProfile, ...] = ()  # what each region costs, where that was asked for
         self.given: list[Hashable] = []  # tell the memory of the inputs among those regions, which are the first ones
@@ -133,7 +135,9 @@ class LayerPolicies(RegionPolicies):
             return None, None  # two sizes tell how the bytes of regions grow
         if self._sized is not None and self._sized[1].wrong:
             self.forget(self._sized[0])
-        if (key[0], even := _evenness(key[1])) in self._strange:
+        if key in self.strange:
+            return None, None
+        if (key[0], even := _evenness(key[1])) in self.strange:
             known = [one for one in known if _evenness(one.sizes) == even]
         found = ((other, other.at_size(key[1])) for other in known)
         way, run = next((pair for pair in found if pair[1] is not None), (None, None))
@@ -163,12 +167,13 @@ class LayerPolicies(RegionPolicies):
     def forget(self, key: InputKind) -> None:
         """A kind of input has taken another way than the learned one: it is learned anew."""
         self._sized = None
+        if len(self.strange) >= MOST_SIZES:
+            self.strange.clear()
         if self.ways.pop(key, None) is not None:
             self.failures[key] += 1
         else:
-            self._strange.add((key[0], _evenness(key[1])))
-        for other in self._of_kind(key[0]):
-            other.learn_size(key[1])
+            self.strange.add((key[0], _evenness(key[1])))
+        self.strange.add(key)
 
     @property
     def proven(self) -> bool:
@@ -233,6 +238,14 @@ class LayerPolicies(RegionPolicies):
                 f"first that differ are {odd}. Profile the layers again, as they are trained, and plan with that."
             )
         self.follows(numbered, regions)
+
+
+def alike(policies: list[LayerPolicies]) -> list[LayerPolicies]:
+    """Let layers of one class tell each other which inputs go another way: the next ones learn it at once."""
+    strange = defaultdict[type, set[InputKind]](set)
+    for one in policies:
+        one.strange = strange[type(one.layer())]
+    return policies
 
 
 def _evenness(sizes: Sizes) -> Sizes:

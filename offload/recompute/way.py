@@ -118,10 +118,6 @@ class Way:
         found = self._replays[sizes]
         return None if found is None or found.wrong else found
 
-    def learn_size(self, sizes: Sizes) -> None:
-        """A forward with inputs of this size has gone another way: the next one is learned."""
-        self._replays[sizes] = None
-
     @property
     def saved_bytes(self) -> int:
         """What may be offloaded of all that the learned forward has saved."""

@@ -174,7 +174,7 @@ def test_a_size_that_takes_another_branch_is_learned(lab: Lab) -> None:
         for shape, gradients_of_shape in zip(shapes, expected, strict=True):
             assert_same(gradients_of_shape, step(layers, shape, lab))
             ran.append(calls.since())
-    assert ran == [3, 2, 3, 2]  # one more where it is learned: not in the forward that goes another way, but then
+    assert ran == [3, 3, 2, 2]  # one more where it is learned: at once, as the first layer has gone another way
 
 
 TURNED = [0]
@@ -199,13 +199,19 @@ SAYS: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, ...]] | None] = {
 
 
 class Padded(nn.Module):
-    """Attention whose mask is padded to a multiple of eight, as PyTorch's kernels need it, if it is none."""
+    """Attention whose mask is padded to a multiple of eight, as PyTorch's kernels need it, if it is none; or all is."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: str) -> None:
         super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.qkv, self.out, self.what = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), what
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        length = x.shape[1]
+        if self.what == "all" and length % 8:
+            return self._attend(F.pad(x, (0, 0, 0, -length % 8)))[:, :length]
+        return self._attend(x)
+
+    def _attend(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(x).chunk(3, -1)
         length = x.shape[1]
         mask = torch.where(torch.ones(length, length, dtype=torch.bool, device=x.device).tril(), 0.0, float("-inf"))
@@ -214,14 +220,15 @@ class Padded(nn.Module):
         return x + self.out((q @ k.mT + mask).softmax(-1) @ v).tanh()
 
 
-@pytest.mark.parametrize(("room", "compared"), [("room", 4), ("no room", 3)])
+@pytest.mark.parametrize("room", ["room", "no room"])
+@pytest.mark.parametrize("padded", ["mask", "all"])
 def test_a_size_whose_operations_are_others_is_recomputed_as_well(
-    room: str, compared: int, lab: Lab, request: pytest.FixtureRequest
+    padded: str, room: str, lab: Lab, request: pytest.FixtureRequest
 ) -> None:
     """Nothing more is kept, in the first step either; then one such size is learned, and tells of all of its kind."""
     if room == "no room":
         request.getfixturevalue("no_room")
-    layers = nn.ModuleList(Padded() for _ in range(8)).to(lab.device)
+    layers = nn.ModuleList(Padded(padded) for _ in range(8)).to(lab.device)
 
     def metered(shape: tuple[int, ...]) -> tuple[list[torch.Tensor], int]:
         with offload.memory_meter(lab.device) as meter:
@@ -235,10 +242,11 @@ def test_a_size_whose_operations_are_others_is_recomputed_as_well(
         for shape, (expected, plain_bytes) in zip(shapes, plain, strict=True):
             found, peak_bytes = metered(shape)
             assert_same(expected, found)
-            assert peak_bytes < 0.65 * plain_bytes or shape == shapes[0]
+            assert peak_bytes < 0.65 * plain_bytes
             ran.append(calls.since())
-    # Learned; compared; compared and run as a whole; learned; compared twice; known.
-    assert ran == [4, 3, compared, 4, 3, 3, 2, 2]
+    # It is learned in the forward in which the first layer goes another way, or after the backward in which all do.
+    learned = [3, 4] if (padded, room) == ("mask", "no room") else [4, 3]
+    assert ran == [4, 3, *learned, 3, 3, 2, 2]
 
 
 @pytest.mark.parametrize("saved", [False, True], ids=["a view is saved", "the result is saved"])
