@@ -154,7 +154,6 @@ WAYS = {
     "nothing": "keep all",
     "gradient checkpointing": "checkpointing of every layer",
 }
-VARYING_RECORDS = "varying_lengths", "varying_lengths_h200"
 VARYING: Columns = {
     "way": ("what", lambda what: WAYS.get(what, f"`{what}`")),
     "against the plan by hand": ("ratio", more),
@@ -163,25 +162,19 @@ VARYING: Columns = {
     "over the budget": ("over_budget", lambda steps: str(len(steps))),
     "measured": ("measuring", lambda steps: str(len(steps))),
     "peak of budget, GiB": lambda row: f"{gib(row['peak_bytes'])} of {gib(row['budget_bytes'])}",
-    "GPU, layers": lambda row: f"{_short(row)}, {row['layers']}",
 }
 
 
 @table("varying_lengths")
 def varying_lengths(_page: Path) -> str:
     """What each way to train took, and how well a budget was kept."""
-    rows: list[Row] = []
-    for record in map(read, VARYING_RECORDS):
-        of_record = {key: record[key] for key in ("budget_bytes", "layers")} | {"gpu": record["hardware"]["gpu"]}
-        rows += [of_record | row for row in record["rows"] if "error" not in row]
-    cut = " (cut; from its log)"
-    measured = " ".join(
-        where(record, record["rows"], by_row=False).removesuffix(".") + cut * record.get("from_log", False) + "."
-        for record in map(read, VARYING_RECORDS)
-    )
+    record = read("varying_lengths")
+    budget = {"budget_bytes": record["budget_bytes"]}
+    rows = [budget | row for row in record["rows"] if "error" not in row]
     return (
-        "**Lengths that vary.** Hugging Face's Trainer trains Llama-3.2-3B's width on 64 to 4,096 tokens "
-        f"(log-normal, padded per batch), with evaluations. {measured} "
+        f"**Lengths that vary.** Hugging Face's Trainer trains {record['layers']} layers of Llama-3.2-3B's width on 64 "
+        "to 4,096 tokens (log-normal, padded per batch), with evaluations and without cuDNN's attention. "
+        f"{where(record, record['rows'], by_row=False)} "
         "The budget is half of what the longest batch adds.\n\n"
         f"{markdown_table(cells(rows, VARYING), left=1, answer=('against the plan by hand', 'over the budget'))}\n"
     )
