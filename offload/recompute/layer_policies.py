@@ -71,8 +71,8 @@ class LayerPolicies(RegionPolicies):
         self.learned = 0
         self.proofs = 0  # how often a second run was compared with forward, which holds what both save
         self.last: Way | None = None
-        self._modules: list[nn.Module] = []  # the layer and those in it
-        self._dicts: list[dict[str, Any]] = []  # their dictionaries of parameters and of submodules
+        self._modules: list[nn.Module] = []  # those in the layer
+        self._dicts: list[dict[str, Any]] = []  # the dictionaries of parameters and of submodules of it and of these
         self._parts: list[Any] = []  # what was in these when the modules were listed
         self._parameters: list[nn.Parameter] = []
         self.is_short: Callable[[int], bool] = lambda _: False  # whether the device has no room for so many bytes more
@@ -105,18 +105,18 @@ class LayerPolicies(RegionPolicies):
     def kind_of(self, layer: nn.Module, inputs: LayerInputs, settings: Settings) -> InputKind:
         """What tells whether the layer saves other tensors: its inputs, mode, and trained parameters, and settings."""
         there, parts = [one for held in self._dicts for one in held.values()], self._parts
-        if not (self._modules and len(there) == len(parts) and all(map(is_, there, parts))):
+        if not (self._dicts and len(there) == len(parts) and all(map(is_, there, parts))):
             self._list_parts(layer)
         trained = [parameter.requires_grad for parameter in self._parameters]
         return (*inputs.kind, layer.training, *settings.kind, *trained), tuple(inputs.sizes)
 
     def _list_parts(self, layer: nn.Module) -> None:
         """List what is in the layer. Where the program has replaced a module, what was learned is of another layer."""
-        modules, parameters = list(layer.modules()), list(layer.parameters())
+        (_, *modules), parameters = layer.modules(), list(layer.parameters())
         if modules != self._modules or len(parameters) != len(self._parameters):
             self.ways.clear()
         self._modules, self._parameters = modules, parameters
-        self._dicts = [held for module in modules for held in state_of(module)[1::2]]
+        self._dicts = [held for module in (layer, *modules) for held in state_of(module)[1::2]]
         self._parts = [one for held in self._dicts for one in held.values()]
         for way in self.ways.values():
             if way.state.parameters:  # else they are gathered for each run
