@@ -207,7 +207,8 @@ class LayerPolicies(RegionPolicies):
         self._settle_ways()
 
     def measure_again(self) -> None:
-        """Follow the patterns again in place of a plan."""
+        """Follow the patterns again in place of a plan: what is recomputed as a whole goes more ways."""
+        self.strange.clear()
         self.follow_patterns()
         self._settle_ways()
 
