@@ -402,7 +402,7 @@ class RegionSet(ActivationSet):
         """Have what was ``found`` and handed over on the host: what the layer computes, as it may read the rest."""
         held = (getattr(frame.kept.get(number), "__self__", None) for number in frame.replay.arrivals)
         here = [*found.values(), *(one.versions for one in held if isinstance(one, KeptHandle))]
-        nbytes = way.bytes_like(memory_bytes(found.values()), found)
+        nbytes = way.run_bytes_like(memory_bytes(found.values()), found)
         return on_host(here if way.lacks else self._policies.in_the_way(here, nbytes), self.transfers.lend)
 
     def _told_in_backward(self, way: Way, settled: SecondRun, same: bool | None, *, again: bool = False) -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 
 import torch
 
@@ -129,9 +129,24 @@ class Way:
         grown = {(then, now) for then, now in sides if isinstance(now, int) and now > then > 0}
         return round(self.saved_bytes * math.prod((now / then) ** 2 for then, now in grown))
 
-    def bytes_like(self, nbytes: int, numbers: Collection[int]) -> int:
-        """The same of a forward whose saved tensors of these numbers have so many bytes: others have grown as they."""
-        return round(self.saved_bytes * nbytes / max(1, self._bytes_of(numbers)))
+    def run_bytes_like(self, nbytes: int, numbers: Collection[int]) -> int:
+        """What another run needs of which nothing is held, where the saved tensors of these numbers have so many bytes.
+
+        Others have grown as they have.
+        """
+        return round(max(self.saved_bytes, self._run_bytes) * nbytes / max(1, self._bytes_of(numbers)))
+
+    @cached_property
+    def _run_bytes(self) -> int:
+        """The most that there is at once, if all that is computed is freed behind its last operation."""
+        last = {storage: time for time, step in enumerate(self.trace.steps) for storage in (*step.reads, *step.makes)}
+        changes = [0] * (len(self.trace.steps) + 1)
+        for storage, time in last.items():
+            made = self.trace.storages[storage]
+            if made.writers:
+                changes[made.writers[0]] += made.nbytes
+                changes[time + 1] -= made.nbytes
+        return max(accumulate(changes))
 
     def _bytes_of(self, numbers: Iterable[int]) -> int:
         storages = {self.trace.saved[number].storage for number in numbers}

@@ -896,6 +896,41 @@ def test_everything_is_recomputed_while_much_larger_inputs_are_timed(lab: Lab) -
     assert found[3:] == [("measuring", "recompute"), ("following", "keep")] * 2
 
 
+class Padded(nn.Module):
+    """A decoder block that pads its mask to a multiple of eight, as attention's kernels do, if it is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, 128), nn.Linear(128, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        length = x.shape[1]
+        mask = torch.where(torch.ones(length, length, dtype=torch.bool).tril(), 0.0, float("-inf"))
+        if length % 8:
+            mask = nn.functional.pad(mask, (0, -length % 8))[:, :length]
+        x = x + ((q @ k.mT) / 8 + mask).softmax(-1) @ v
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+@pytest.mark.filterwarnings("ignore:.* of pinned host memory are missing")
+def test_lengths_whose_operations_are_others_keep_to_the_budget(lab: Lab) -> None:
+    """Also in the steps in which that is found out, learned, and compared."""
+    layers = nn.ModuleList(Padded() for _ in range(6))
+
+    def step(length: int) -> int:
+        layers.zero_grad()
+        with offload.memory_meter(lab.device) as meter:
+            through(layers, torch.ones(2, length, WIDTH)).square().mean().backward()
+        return meter.peak_bytes
+
+    step(512)
+    budget = round(0.5 * step(512))
+    with budgeted(layers, lab, budget, max_host_bytes=0):
+        peaks = [step(length) for length in (149, 57, 11, 75, 125, 501, 503, 512, 512, 488, 512)]
+    assert max(peaks) <= budget
+
+
 @pytest.mark.usefixtures("slow_link")
 @pytest.mark.filterwarnings("ignore:.* freed no device memory")
 @pytest.mark.parametrize("hook", ["register_forward_pre_hook", "register_full_backward_pre_hook"])
