@@ -8,8 +8,8 @@ Hugging Face's Trainer trains a Llama on sequences whose lengths follow a log-no
 with evaluations in between. The budget is a share of what the longest batch adds when everything is kept. Every way
 trains a model of its own on the same batches. The plan by hand has its first half before the run of the budget and its
 second half after that run, so that a change of the GPU's clocks concerns both alike. cuDNN's attention is off: it takes
-a tenth of a second to prepare for each length that it has not seen, so that whichever way comes first would pay for
-all others. On the CPU the peak of every step is counted in Python, so that seconds say little there.
+tenths of a second to prepare for each length that it has not seen, so that whichever way comes first would pay for all
+others. On the CPU the peak of every step is counted in Python, so that seconds say little there.
 """
 
 from __future__ import annotations
