@@ -22,7 +22,7 @@ from offload.base.tensors import geometry_of, look_into, plain_memory, same_bits
 from offload.base.torch_private import address_of, is_compiled
 from offload.device.backend import Backend
 from offload.recompute.learn import LayerMode, Learn, ModuleNames, Trace
-from offload.recompute.run_again import AnotherWayError, Comparison, Frame, HandOver, NotReturnedError, OtherRunError
+from offload.recompute.run_again import Comparison, Frame, HandOver, NotReturnedError, OtherRunError
 from offload.recompute.second_run import SecondRun
 from offload.recompute.way import Way
 
@@ -254,7 +254,7 @@ def _run_with(
         Context().run(frame.run_under, proof, HandOver(frame, proof))
     except torch.OutOfMemoryError:
         raise
-    except (AnotherWayError, RuntimeError) as error:
+    except Exception as error:  # noqa: BLE001  # whatever the layer raises when it runs again, or AnotherWayError
         same = False
         _logger.debug("%s, run again with what was kept, raises %r", frame.name, error)
     finally:

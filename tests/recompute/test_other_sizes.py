@@ -1,6 +1,7 @@
 """Inputs of many sizes: a layer is learned with one of them, and recomputed with any other."""
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -175,6 +176,31 @@ def test_a_size_that_takes_another_branch_is_learned(lab: Lab) -> None:
             assert_same(gradients_of_shape, step(layers, shape, lab))
             ran.append(calls.since())
     assert ran == [3, 3, 2, 2]  # one more where it is learned: at once, as the first layer has gone another way
+
+
+def test_a_size_with_which_a_layer_raises_when_it_runs_again(lab: Lab, unplanned: set[str]) -> None:
+    """It is kept, and the program sees no error."""
+    runs = Counter[int]()
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        runs[w.data_ptr()] += x.shape[1] == 8
+        if runs[w.data_ptr()] > 1:
+            raise ValueError("never twice")
+        mask = torch.full_like(x, 0.5, requires_grad=False)
+        mask = mask + 1 if x.shape[1] == 8 else mask
+        return ((x @ w) * mask).sin().tanh()
+
+    layers, _ = build(lambda: Function(function), LAYERS, lab.device)
+
+    def once(length: int) -> list[torch.Tensor]:
+        runs.clear()
+        return step(layers, (2, length), lab)
+
+    expected = [once(length) for length in (5, 8, 8)]
+    with offloaded(layers, lab, PRODUCTS):
+        for length, gradients_of_length in zip((5, 8, 8), expected, strict=True):
+            assert_same(gradients_of_length, once(length))
+    unplanned |= {"is never recomputed"}
 
 
 TURNED = [0]
