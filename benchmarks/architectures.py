@@ -1,5 +1,6 @@
 """Models of real sizes that no plan was tuned for: what ``never_slower`` trains within budgets."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.models import Model
+from benchmarks.workloads import reference_decoder
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
 
@@ -151,7 +153,13 @@ def _convolution(small: bool, dtype: torch.dtype) -> Model:
     return Model(model, layers, lambda: model(pixel_values=images).last_hidden_state.float().square().mean())
 
 
-_MAKERS = (_vit, _gpt2, _t5, _phi3, _gemma2, _moe, _diffusion, _convolution)
+def _decoder(small: bool, _: torch.dtype) -> Model:
+    """20 layers of a 7B model, the ones that ``benchmarks.budget`` plans for."""
+    workload = reference_decoder(small=small)
+    return replace(workload, layers=4 if small else workload.layers).build(torch.get_default_device())
+
+
+_MAKERS = (_vit, _gpt2, _t5, _phi3, _gemma2, _moe, _diffusion, _convolution, _decoder)
 _BUILDERS = {make.__name__.removeprefix("_"): make for make in _MAKERS}
 NAMES = tuple(_BUILDERS)
 

@@ -17,8 +17,8 @@ from benchmarks.models import Model
 SETTLES, UNCHANGED = 111, 8
 """Steps until plans were compared, at most, and so many with the same plan: not timed, as training has thousands."""
 
-PAIRS = 12
-"""So many steps at least are taken in turns with those of a rival."""
+PAIRS = 6
+"""So many times at least steps are taken in turns with those of a rival."""
 
 SURE = 0.01
 """More are, until the error of their ratio's median is no more than this part; a busy host makes it five times that."""

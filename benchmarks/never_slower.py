@@ -1,4 +1,4 @@
-"""Is a budget ever slower than the flags that people have already? Eight architectures, each at several budgets.
+"""Is a budget ever slower than the flags that people have already? Nine architectures, each at several budgets.
 
     python -m benchmarks.never_slower
     python -m benchmarks.never_slower --only vit gpt2 --merge
