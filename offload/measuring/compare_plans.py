@@ -26,14 +26,13 @@ _logger = logging.getLogger(__name__)
 
 UNMEASURED = 2, 1
 """So many microbatches of a plan are not measured as it is followed for the first time, where host memory is pinned and
-second runs are proven; and so many whenever it is followed again."""
+second runs are proven; and so many whenever its turn comes again."""
 
 MEASURED = 2
 """So many are then, before another plan's turn comes: what slows the host for a while slows all of them."""
 
-TURNS = 4, 8
-"""So many turns each plan has that may be the fastest, and so many if its microbatches differ. Of all of these the
-median counts, or what is just below: a plan of which one step in ten is short is not short."""
+TURNS = 4, 12
+"""So many turns each plan has that may be the fastest, and so many if its microbatches differ."""
 
 STEADY = 0.05  # microbatches do not differ if half of them take the same but for this part
 
@@ -94,15 +93,12 @@ class ComparePlans:
     def begin_microbatch(self, elements: int, *, ready: bool) -> Plan | None:
         """A microbatch begins, and is ``ready`` if nothing is proven or measured in it: the plan to change to."""
         self._begin = None
-        if not self.measures:
-            return None
-        if len(self._marks) == MEASURED:
-            return self._decide()
-        if ready and elements >= SIMILAR * self._elements:
+        other = self._decide() if self.measures and len(self._marks) == MEASURED else None
+        if self.measures and ready and elements >= SIMILAR * self._elements:
             self._left -= 1
             if self._left < 0:
                 self._begin = self._elements / elements, self._backend.mark()
-        return None
+        return other
 
     def end_backward(self, *, ran_all: bool) -> None:
         """A backward ends, of a microbatch that ``ran_all`` layers, and alone: another one says nothing of a plan."""
@@ -119,9 +115,23 @@ class ComparePlans:
         return high - low <= STEADY * low or len(ratios) >= most * MEASURED
 
     def _took_s(self, kind: Among) -> float:
-        """The seconds of a plan by what was measured so far, if anything was."""
+        """The seconds of a plan by what was measured so far, if anything was, on the host of another one's turns.
+
+        The turns that two plans have had after the same number of turns are next to each other: a host that is slow for
+        some seconds slows both. Of how they differ, the middle half counts: a plan that is short or long now and then
+        is neither.
+        """
+        turns, others = self._turns(kind), max(map(self._turns, [*self._ratios]), key=len)
+        if not turns:
+            return math.inf
+        differ = sorted(math.log(one / other) for one, other in zip(turns, others, strict=False))
+        middle = differ[len(differ) // 4 : len(differ) - len(differ) // 4]
+        return _layers_s(self._plans[kind]) * statistics.median(others) * math.exp(statistics.mean(middle))
+
+    def _turns(self, kind: Among) -> list[float]:
+        """By how much longer than predicted the microbatches of each turn of a plan were."""
         ratios = self._ratios[kind]
-        return _layers_s(self._plans[kind]) * statistics.median_low(ratios) if ratios else math.inf
+        return [statistics.mean(ratios[begin : begin + MEASURED]) for begin in range(0, len(ratios), MEASURED)]
 
     def _may_take_s(self, kind: Among) -> float:
         """The seconds that a plan may take at least."""

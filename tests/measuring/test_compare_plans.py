@@ -118,7 +118,7 @@ def test_a_host_whose_speed_wanders_does_not_decide() -> None:
         draw, pace, device = random.Random(seed), 0.0, Device()
         compare = ComparePlans(device)
         plans = {Among.REGIONS: plan(1.0), Among.LAYERS: plan(1.0), Among.CHECKPOINTS: plan(1.0)}
-        took_s = {id(one): step_s for one, step_s in zip(plans.values(), (1.15, 1.15, 1.0), strict=True)}
+        took_s = {id(one): step_s for one, step_s in zip(plans.values(), (1.08, 1.08, 1.0), strict=True)}
         now = compare.best(plans, 100)
         for _ in range(120):
             now = compare.begin_microbatch(100, ready=True) or now
@@ -127,7 +127,7 @@ def test_a_host_whose_speed_wanders_does_not_decide() -> None:
             compare.end_backward(ran_all=True)
         assert not compare.measures
         slower += now is not plans[Among.CHECKPOINTS]
-    assert slower <= 8
+    assert slower <= 4
 
 
 def test_a_few_slow_microbatches_say_nothing_of_a_plan() -> None:
