@@ -194,13 +194,15 @@ class Frame:
         now = [tensor._version for tensor in self.readings]
         for tensor, version in zip(self.readings, self.versions, strict=True) if now != self.versions else ():
             if tensor._version != version:
-                what = "parameter" if isinstance(tensor, nn.Parameter) else "tensor"
+                own = next((name for name, one in self.layer.named_buffers() if one is tensor), None)
+                what = f"buffer {own!r}" if own else "parameter" if isinstance(tensor, nn.Parameter) else "tensor"
                 shape = f" of shape {list(tensor.shape)}" if tensor.numel() else ""
+                forward = " If forward itself changes it now and then, leave this layer out." if own else ""
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"a {what}{shape}, which the recomputation of {self.name} reads, is at version "
                     f"{tensor._version}; expected version {version} instead. Run backward before it is changed, change "
-                    "a clone of it, or keep or offload what is computed from it."
+                    f"a clone of it, or keep or offload what is computed from it.{forward}"
                 )
 
     def _run_once_more(self, found: dict[int, torch.Tensor]) -> None:

@@ -1920,6 +1920,32 @@ def test_a_parameter_that_changes_before_backward(replaced: bool, lab: Lab) -> N
             step(layers, x, lambda: layers[1].up.bias.detach().add_(1))
 
 
+class ChangesNowAndThen(nn.Module):
+    """Forward changes the layer's buffer in every third call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("shift", torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = (x + self.shift).tanh()
+        self.calls += 1
+        if self.calls % 3 == 0:
+            self.shift.add_(1)
+        return y
+
+
+def test_a_buffer_that_forward_changes_now_and_then(lab: Lab) -> None:
+    """Nothing tells while the layer is learned. A second run would read the new values."""
+    layers, x = build(ChangesNowAndThen, 1, lab.device)
+    with offloaded(layers, lab):
+        for _ in range(2):
+            step(layers, x)
+        with pytest.raises(RuntimeError, match=r"a buffer 'shift' of shape .* now and then, leave this layer out"):
+            step(layers, x)
+
+
 @pytest.mark.parametrize("steps", [0, 2], ids=["in the first step", "later"])
 def test_a_tensor_of_others_that_changes_before_backward(steps: int, lab: Lab) -> None:
     """Autograd has not saved it, and would not notice; a second run would read what it has become."""
