@@ -27,6 +27,7 @@ if sys.argv[1] != "0":
 """
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("strict", "whole_end"), [(False, True), (True, True), (False, False)])
 def test_forked_as_started_afresh(tmp_path: Path, strict: bool, whole_end: bool) -> None:
     script = tmp_path / "script.py"

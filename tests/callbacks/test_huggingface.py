@@ -85,7 +85,7 @@ def test_trains_the_same_and_logs_what_was_offloaded(tmp_path, options):
     assert not has_hooks(trainer.model)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("budget", "options"),
     [("1GiB", {**MIXED, "max_grad_norm": 0.01}), ("1GiB", {"optim": "sgd"}), ("900KiB", {}), ("900KiB", MIXED)],

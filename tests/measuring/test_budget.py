@@ -1678,7 +1678,7 @@ def test_a_microbatch_does_not_tell_of_those_with_more(fewer: dict[str, int], la
             all(map(step, [budget] * 3))
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("varying", [False, True])
 @pytest.mark.parametrize("decides", ["memory_budget", "plan"])
 def test_gradients_outside_of_the_layers_count_that_earlier_microbatches_left(

@@ -114,7 +114,7 @@ def test_a_host_that_is_busy_for_a_moment_does_not_decide(busy_s: float) -> None
 def test_a_host_whose_speed_wanders_does_not_decide() -> None:
     """It is slower by 15% or faster for about fifteen microbatches, and each takes up to 8% more or less beside."""
     slower = 0
-    for seed in range(100):
+    for seed in range(50):
         draw, pace, device = random.Random(seed), 0.0, Device()
         compare = ComparePlans(device)
         plans = {Among.REGIONS: plan(1.0), Among.LAYERS: plan(1.0), Among.CHECKPOINTS: plan(1.0)}
@@ -127,7 +127,7 @@ def test_a_host_whose_speed_wanders_does_not_decide() -> None:
             compare.end_backward(ran_all=True)
         assert not compare.measures
         slower += now is not plans[Among.CHECKPOINTS]
-    assert slower <= 4
+    assert slower <= 3
 
 
 def test_a_few_slow_microbatches_say_nothing_of_a_plan() -> None:

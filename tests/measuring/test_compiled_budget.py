@@ -77,6 +77,7 @@ def kept(handle: offload.OffloadedLayers) -> list[tuple[str, ...]]:
     return [tuple(name for name, policy in one.items() if policy != "recompute") for one in found if one]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("given", ["one to all", "one to each second", "one to each"])
 def test_an_input_that_layers_share_counts_once(given: str, lab: Lab) -> None:
     """And an expanded one as it is."""

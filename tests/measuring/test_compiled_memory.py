@@ -147,6 +147,7 @@ def test_backward_counts_however_it_comes_to_compiled_code(tmp_path: Path, *, re
     assert len(nodes) == len(list(block.parameters()))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("block", "rows", "share", "times", "host"),
     [

@@ -103,6 +103,7 @@ def test_measured_steps_tell_what_sizes_do_not(
     prepared.remove()  # it counts memory in a dispatch mode, which the tests behind would see
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss_of", "allowed"), [(loss_of, False), (loss_by_parts, True)], ids=["forbidden", "by parts"]

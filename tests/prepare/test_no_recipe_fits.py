@@ -60,6 +60,7 @@ def parameters_without_a_budget() -> list[torch.Tensor]:
     return train(None)[0]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("margin", "recipe"), [(MARGIN, STREAMED), (0.0, ALL_STREAMED)], ids=str)
 def test_the_recipe_that_needs_the_least_is_followed_and_what_would_fit_is_said(
     margin: float, recipe: Recipe, monkeypatch: pytest.MonkeyPatch

@@ -104,6 +104,7 @@ def test_a_predicted_peak_is_the_measured_one(
     assert measured <= predicted <= 1.01 * measured
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("recipe", "kib"), [(CONSUMED, 820), (ALL_CONSUMED, 740)])
 def test_the_gradient_of_a_head_that_waits_on_the_host_is_not_in_the_peak(
     recipe: Recipe, kib: int, monkeypatch: pytest.MonkeyPatch

@@ -189,7 +189,7 @@ def test_it_begins_with_little_and_changes_to_what_fits(lab: Lab) -> None:
     assert recipes[-1] == RESIDENT
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
@@ -515,6 +515,7 @@ def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any("forward" in vars(layer) for layer in model.layers)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("streams", [False, True], ids=["weights resident", "weights streamed by the program"])
 def test_state_that_is_on_the_host_needs_no_more_there(streams: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second handle adopts it, on a system that has nothing left."""
@@ -604,6 +605,7 @@ def _out_of_range() -> torch.Tensor:
     raise IndexError  # on a GPU, the kernel would end the process
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("copies", "set_aside"),
     [(1, 0), (2, 2 << 20)],  # the gradient of the largest parameter but the first, if its state is on the host
@@ -643,7 +645,7 @@ def test_what_neither_side_can_hold_is_refused() -> None:
         offload.prepare(model, adamw(model), 2 * nbytes, nbytes, device="cpu", step_in_backward=True)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "before", "after"),
@@ -693,6 +695,7 @@ def test_another_part_of_the_state_is_resident(
     assert lab.pool.pinned_bytes <= parts[2] + (8 << 20)  # what was pinned for the state is not pinned twice
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("foreach", [False, True])
 def test_what_the_step_itself_allocates_counts(foreach: bool) -> None:
     """PyTorch's ``foreach`` AdamW allocates as much as all weights have."""

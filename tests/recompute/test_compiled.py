@@ -80,6 +80,7 @@ def compiled(
     return nn.ModuleList(how(layer) for layer in layers), x
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("block", "how"),
     [("mlp", "in place"), ("gpt", "wrapped"), pytest.param("gpt", "inductor", marks=pytest.mark.nightly)],

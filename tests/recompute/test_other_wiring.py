@@ -109,6 +109,7 @@ def same_in_each_way(
     assert_same(run(None), run(WAYS[way]))
 
 
+@pytest.mark.drawn(14)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("choice", CHOICES)
 def test_what_decides_which_result_is_used(
