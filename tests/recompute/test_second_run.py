@@ -617,7 +617,7 @@ def test_buffers_that_some_forwards_write(by_flag: bool, reads: bool, at_first: 
         for number in range(3 if refused else 6):
             assert_same(run(plain, number), run(layers, number))
         if refused:
-            with pytest.raises(RuntimeError, match="modified by an inplace operation: a tensor of shape"):
+            with pytest.raises(RuntimeError, match="a buffer 'average' of shape"):
                 run(layers, 3)
         assert "recompute" in handle.regions(0).values()
 
@@ -1918,32 +1918,6 @@ def test_a_parameter_that_changes_before_backward(replaced: bool, lab: Lab) -> N
             step(layers, x)
         with pytest.raises(RuntimeError, match="modified by an inplace operation: a parameter of shape"):
             step(layers, x, lambda: layers[1].up.bias.detach().add_(1))
-
-
-class ChangesNowAndThen(nn.Module):
-    """Forward changes the layer's buffer in every third call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-        self.register_buffer("shift", torch.ones(WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = (x + self.shift).tanh()
-        self.calls += 1
-        if self.calls % 3 == 0:
-            self.shift.add_(1)
-        return y
-
-
-def test_a_buffer_that_forward_changes_now_and_then(lab: Lab) -> None:
-    """Nothing tells while the layer is learned. A second run would read the new values."""
-    layers, x = build(ChangesNowAndThen, 1, lab.device)
-    with offloaded(layers, lab):
-        for _ in range(2):
-            step(layers, x)
-        with pytest.raises(RuntimeError, match=r"a buffer 'shift' of shape .* now and then, leave this layer out"):
-            step(layers, x)
 
 
 @pytest.mark.parametrize("steps", [0, 2], ids=["in the first step", "later"])
