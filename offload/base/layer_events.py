@@ -183,14 +183,25 @@ class ForwardBegins(LayerListener):
 
 
 class Attachment(Handle):
-    """Listeners on layers, one on each, until :meth:`remove` or the end of the block."""
+    """Listeners on layers, one on each, until :meth:`remove` or the end of the block.
+
+    ``gone`` finds what is called once the last of the layers is gone, if it is there still.
+    """
 
     def __init__(
-        self, layers: Sequence[nn.Module], listeners: Sequence[LayerListener], handle: Handle | None = None
+        self,
+        layers: Sequence[nn.Module],
+        listeners: Sequence[LayerListener],
+        handle: Handle | None = None,
+        gone: Callable[[], Callable[[], object] | None] = lambda: None,
     ) -> None:
         leave_to_interpreter()
         # A layer holds its listeners, and a listener the ``handle`` that it belongs to. So references here are weak.
-        self._attached = [(weakref.ref(layer), weakref.ref(one)) for layer, one in zip(layers, listeners, strict=True)]
+        self._gone, here = gone, weakref.ref(self)
+        self._attached = [
+            (weakref.ref(layer, lambda _: _layer_is_gone(here())), weakref.ref(one))
+            for layer, one in zip(layers, listeners, strict=True)
+        ]
         for layer, listener in zip(layers, listeners, strict=True):
             listener.handle = handle
             events = _events_of(layer) or _LayerEvents(layer)
@@ -202,8 +213,18 @@ class Attachment(Handle):
             if layer is not None and listener is not None and (events := _events_of(layer)) is not None:
                 events.drop(layer, listener)
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The layers that there are."""
+        return [layer for found, _ in self._attached if (layer := found()) is not None]
+
     def __bool__(self) -> bool:
         return bool(self._attached)
+
+
+def _layer_is_gone(attachment: Attachment | None) -> None:
+    if attachment is not None and not attachment.modules and (tell := attachment._gone()) is not None:
+        tell()
 
 
 def listeners_on(layer: nn.Module, kind: type[LayerListener]) -> list[LayerListener]:
@@ -239,6 +260,9 @@ class _LayerEvents:
             layer.register_state_dict_pre_hook(_Hook(self, self._before_access)),
             layer.register_load_state_dict_pre_hook(_Hook(self, self._before_access)),
         ]
+        # What the hooks lead to may hold the layer's dictionary, as second runs do, and the hooks are in there.
+        hooks = self._hooks
+        self._gone = weakref.ref(layer, lambda _: _remove_all(hooks))
         _wrap_checkpoint(layer, self)
         forget_compiled()
 
@@ -252,8 +276,7 @@ class _LayerEvents:
         """Tell this listener nothing more; the hooks are removed with the last listener."""
         self.tell(other for other in self.listeners if other is not listener)
         if not self.listeners:
-            for hook in self._hooks:
-                hook.remove()
+            _remove_all(self._hooks)
             function = vars(layer).get(_CHECKPOINT)
             if isinstance(function, _Checkpoint):
                 setattr(layer, _CHECKPOINT, function.function)
@@ -311,6 +334,12 @@ class _LayerEvents:
     def running(self) -> LayerCall | None:
         """This thread's forward that has not ended: the recomputation if backward runs, and else the ordinary one."""
         return self._running.get((threading.get_ident(), in_backward()))
+
+
+def _remove_all(hooks: Iterable[RemovableHandle]) -> None:
+    """Remove hooks of a layer."""
+    for hook in hooks:
+        hook.remove()
 
 
 def _tell_end(call: LayerCall, *, failed: bool) -> None:

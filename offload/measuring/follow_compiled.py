@@ -130,7 +130,7 @@ class FollowCompiledPlan(FollowPlan):
         level = logging.WARNING if forward.asked else logging.INFO
         self._log(level, number, f"({type(layer).__name__}) has no compiled regions, so that {instead}: {error}")
         self._policies[number] = learned = learning_policies([layer])[0]
-        learned.is_short = self._is_short
+        learned.ask(self._is_short)
         self.context.policies[number] = learned  # from the layer's next forward on, also in a round that has begun
 
     def _log(self, level: int, number: int, line: str) -> None:
@@ -139,8 +139,8 @@ class FollowCompiledPlan(FollowPlan):
             self._logged.add(line)
             _logger.log(level, "layer %d %s", number, line)
 
-    def _learning_policies(self) -> list[LayerPolicies]:
-        pairs = zip(self._layers, self._forwards, strict=True)
+    def _learning_policies(self, layers: list[nn.Module]) -> list[LayerPolicies]:
+        pairs = zip(layers, self._forwards, strict=True)
         return [
             learning_policies([layer])[0] if forward is None else CompiledPolicies(layer, forward)
             for layer, forward in pairs

@@ -89,7 +89,7 @@ class FollowPlan(HookedLayers):
         self._times.paused = True
         begins = [ForwardBegins(partial(self._begin_forward, number)) for number in range(len(layers))]
         super().__init__(layers, context, begins, self._times.layers)
-        self._begins, self._layers = Attachment(layers, begins), layers
+        self._begins, self._count = Attachment(layers, begins), count
         self._peak = memory_peak(self._backend.device)
         self.plan: Plan | None = None  # that the last microbatch follows; ``None`` while the layers are measured
         self.profile: Profile | None = None  # what the layers cost, once that was measured
@@ -115,9 +115,9 @@ class FollowPlan(HookedLayers):
         self._proves = False  # whether this is a plan's first microbatch, which may hold layers twice to prove it
         self._proofs = 0  # how often layers had been proven when the last microbatch began
         self._corrections_left, self._said = 0, False  # whether the budget is known to be too small
-        self._policies = self._learning_policies()
+        self._policies = self._learning_policies(layers)
         for one in self._policies:
-            one.is_short = self._is_short
+            one.ask(self._is_short)
         self._recompute_all()
 
     @property
@@ -147,13 +147,11 @@ class FollowPlan(HookedLayers):
         self._peak.stop()
         # No circles: who deletes the model now would wait for Python's collector to have its memory.
         self._left, left = GivenMemory(self._budget, self._backend.device, (), None), self._left
-        self._times.ended, self._times.layers, self._times.last, self._times.running = lambda: None, [], None, None
-        for one in self._policies:
-            one.is_short = lambda _: False
+        self._times.let_go()
         left.end()
 
-    def _learning_policies(self) -> list[LayerPolicies]:
-        return learning_policies(self._layers)
+    def _learning_policies(self, layers: list[nn.Module]) -> list[LayerPolicies]:
+        return learning_policies(layers)
 
     def _is_short(self, nbytes: int) -> bool:
         """Whether the microbatch breaks the budget if it needs so much more now."""
@@ -161,7 +159,7 @@ class FollowPlan(HookedLayers):
 
     def _recompute_all(self) -> None:
         policies = [one if one.runs_again else None for one in self._policies]  # compiled layers have no others
-        self.context.follow(learning_schedule(len(self._layers)), policies)
+        self.context.follow(learning_schedule(self._count), policies)
 
     def _time(self) -> None:
         """Time the layers in the microbatch that begins, with everything recomputed."""
@@ -172,7 +170,7 @@ class FollowPlan(HookedLayers):
                 one.measure_again()
             self._recompute_all()
         self._stage, self._timed_inputs, self._learned_then = "timing", self._inputs, self._learned
-        self._new_gradients = [*map(new_gradients, self._layers)]
+        self._new_gradients = [*map(new_gradients, self._begins.modules)]
         self._watches, self._peak_bytes, self._moved_then = True, 0, self.context.stats()
         hold_some(self._policies)
         time_second_runs(self._policies, self._backend)
@@ -214,7 +212,7 @@ class FollowPlan(HookedLayers):
             self._proves = proved  # one peak counts for all that runs before backward
             if self._stage == "timing":
                 self._timed_inputs = max(self._timed_inputs, self._inputs)
-        elif not self.measures or (learned and not first_step_is_next(self._layers)):
+        elif not self.measures or (learned and not first_step_is_next(self._begins.modules)):
             larger, counts = not is_within(size, self._planned), self._planned_gradients
             if self._costs.lack(self._inputs) or (larger and self._costs.seem_too_much(size, self._budget, counts)):
                 self._time()
@@ -272,7 +270,7 @@ class FollowPlan(HookedLayers):
         """The backward is over that has come to the first layer whose output needs one."""
         if self._backend.capturing:
             return
-        self._ran_all = self._times.forwards >= len(self._layers)
+        self._ran_all = self._times.forwards >= self._count
         self._compare.end_backward(ran_all=self._ran_all and self._times.alone)
         if self._watches and self._stage == "timing" and self._counted:
             self._times.measure_before(self._inputs.elements)

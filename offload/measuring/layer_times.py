@@ -85,7 +85,7 @@ class LayerTimes(Attachment):
         self.rounds: list[tuple[int, dict[Phase, Pass]]] = []  # of all layers since then, each behind a layer's number
         self.alone = False  # whether no other microbatch has run beside the one that ended last
         self.joined = False  # whether its backward was that of others, too, whose memory it has freed
-        super().__init__(layers, self.layers)
+        super().__init__(layers, self.layers, gone=weakref.WeakMethod(self.let_go))
 
     def remove(self) -> None:
         super().remove()
@@ -93,6 +93,11 @@ class LayerTimes(Attachment):
         self._newest, self.lost = None, lambda: None
         if self.memory is not None:
             self.memory.stop()
+
+    def let_go(self) -> None:
+        """Hold nobody in circles: parameters of layers that are gone would wait for Python's collector."""
+        self.ended = self.lost = lambda: None
+        self.layers, self.last, self.running = [], None, None
 
     def start(self, memory: MemoryPeak | None = None, *, paused: bool = False) -> None:
         """Forget what was timed so far, and the peaks if ``memory`` is asked for new ones; time nothing if paused."""

@@ -82,6 +82,11 @@ class LayerPolicies(RegionPolicies):
         """The marks at begin and end of each second run since the clock was set, and the host's seconds."""
         self.said: set[str] = set()  # what was written into the log
 
+    def ask(self, is_short: Callable[[int], bool]) -> None:
+        """Ask this method whether there is room; weakly, as its object holds the policies."""
+        found = weakref.WeakMethod(is_short)
+        self.is_short = lambda nbytes: (answer := found()) is not None and answer(nbytes)
+
     def in_the_way(self, tensors: Sequence[torch.Tensor], nbytes: int) -> list[torch.Tensor]:
         """As few of the tensors as leave room for so many bytes: where the pool is full, to move them takes seconds."""
         found = set[int]()

@@ -109,15 +109,27 @@ def test_the_error_names_it(use: Callable[[nn.ModuleList], Any], done: str) -> N
     handle.remove()
 
 
-@pytest.mark.parametrize("use", [activations, weights])
-def test_a_model_goes_with_its_last_reference(use: Callable[[nn.ModuleList], Any]) -> None:
+def policies(layers: nn.ModuleList) -> Any:
+    return offload.offload_layers(layers, 2, policies={"*mm": "offload", "*": "recompute"}, min_bytes=0)
+
+
+def tight_budget(layers: nn.ModuleList) -> Any:
+    return offload.offload_layers(layers, memory_budget="700KiB", min_bytes=0)
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("use", [activations, policies, budget, tight_budget, weights])
+def test_a_model_goes_with_its_last_reference(use: Callable[[nn.ModuleList], Any], steps: int) -> None:
+    """The program's next model has the memory at once."""
     layers, x = with_buffer()
+    x = x.detach().repeat(8, 1, 1).requires_grad_()
     use(layers)
-    step_gradients(layers, x)
-    gone = weakref.ref(layers[0])
+    for _ in range(steps):
+        step_gradients(layers, x)
+    lives = [*map(weakref.ref, layers), *map(weakref.ref, layers.parameters())]
     gc.disable()
     try:
         del layers
-        assert gone() is None
+        assert [one() for one in lives] == [None] * len(lives)
     finally:
         gc.enable()
