@@ -331,7 +331,8 @@ class MeasuredLayer(LayerListener):
         self.peaks: dict[Phase, int] = dict.fromkeys(PASSES, 0)  # the most memory, above that at the step's start
         self._times = times
         # A hook on a streamed parameter would make backward wait for its gradient.
-        self._parameters = list(module.parameters()) if compute_device([module]) is None else []
+        here = module.parameters() if compute_device([module]) is None else ()
+        self._parameters = [*map(weakref.ref, here)]  # profiles must not keep them
         self._running: dict[Phase, Pass] | None = None
 
     def check_ran(self) -> None:
@@ -396,7 +397,8 @@ class MeasuredLayer(LayerListener):
         def one_more(_: object) -> None:
             backward.end = self._mark("backward")
 
-        hooks = [one.register_post_accumulate_grad_hook(one_more) for one in self._parameters if one.requires_grad]
+        trained = (one for found in self._parameters if (one := found()) is not None and one.requires_grad)
+        hooks = [one.register_post_accumulate_grad_hook(one_more) for one in trained]
         for hook in hooks:
             times.hooks.callback(hook.remove)  # of a backward that fails
 

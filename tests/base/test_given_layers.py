@@ -117,8 +117,15 @@ def tight_budget(layers: nn.ModuleList) -> Any:
     return offload.offload_layers(layers, memory_budget="700KiB", min_bytes=0)
 
 
+def plan(layers: nn.ModuleList) -> Any:
+    x = build("decoder", 1, CPU)[1].detach().repeat(8, 1, 1).requires_grad_()
+    profile = offload.profile_layers(layers, lambda: step_gradients(layers, x), regions=True, min_bytes=0)
+    made = offload.plan(profile, memory_budget="700KiB", link=offload.Link(1e9, 1e9, 1e9))
+    return offload.offload_layers(layers, plan=made, min_bytes=0)
+
+
 @pytest.mark.parametrize("steps", [1, 4])
-@pytest.mark.parametrize("use", [activations, policies, budget, tight_budget, weights])
+@pytest.mark.parametrize("use", [activations, policies, budget, tight_budget, plan, weights])
 def test_a_model_goes_with_its_last_reference(use: Callable[[nn.ModuleList], Any], steps: int) -> None:
     """The program's next model has the memory at once."""
     layers, x = with_buffer()
