@@ -183,21 +183,14 @@ class ForwardBegins(LayerListener):
 
 
 class Attachment(Handle):
-    """Listeners on layers, one on each, until :meth:`remove` or the end of the block.
-
-    ``gone`` finds what is called once the last of the layers is gone, if it is there still.
-    """
+    """Listeners on layers, one on each, until :meth:`remove` or the end of the block."""
 
     def __init__(
-        self,
-        layers: Sequence[nn.Module],
-        listeners: Sequence[LayerListener],
-        handle: Handle | None = None,
-        gone: Callable[[], Callable[[], object] | None] = lambda: None,
+        self, layers: Sequence[nn.Module], listeners: Sequence[LayerListener], handle: Handle | None = None
     ) -> None:
         leave_to_interpreter()
         # A layer holds its listeners, and a listener the ``handle`` that it belongs to. So references here are weak.
-        self._gone, here = gone, weakref.ref(self)
+        here = weakref.ref(self)
         self._attached = [
             (weakref.ref(layer, lambda _: _layer_is_gone(here())), weakref.ref(one))
             for layer, one in zip(layers, listeners, strict=True)
@@ -218,13 +211,16 @@ class Attachment(Handle):
         """The layers that there are."""
         return [layer for found, _ in self._attached if (layer := found()) is not None]
 
+    def let_go(self) -> None:
+        """The last of the layers is gone: hold nobody in circles, who would wait for Python's collector."""
+
     def __bool__(self) -> bool:
         return bool(self._attached)
 
 
 def _layer_is_gone(attachment: Attachment | None) -> None:
-    if attachment is not None and not attachment.modules and (tell := attachment._gone()) is not None:
-        tell()
+    if attachment is not None and not attachment.modules:
+        attachment.let_go()
 
 
 def listeners_on(layer: nn.Module, kind: type[LayerListener]) -> list[LayerListener]:
@@ -260,7 +256,7 @@ class _LayerEvents:
             layer.register_state_dict_pre_hook(_Hook(self, self._before_access)),
             layer.register_load_state_dict_pre_hook(_Hook(self, self._before_access)),
         ]
-        # What the hooks lead to may hold the layer's dictionary, as second runs do, and the hooks are in there.
+        # No circle: the hooks lead to second runs, which hold the layer's dictionary, and that holds the hooks.
         hooks = self._hooks
         self._gone = weakref.ref(layer, lambda _: _remove_all(hooks))
         _wrap_checkpoint(layer, self)

@@ -115,13 +115,13 @@ class ComparePlans:
         return high - low <= STEADY * low or len(ratios) >= most * MEASURED
 
     def _took_s(self, kind: Among) -> float:
-        """The seconds of a plan by what was measured so far, if anything was, on the host of another one's turns.
+        """The seconds of a plan by what was measured so far, if anything was.
 
-        The turns that two plans have had after the same number of turns are next to each other: a host that is slow for
-        some seconds slows both. Of how they differ, the middle half counts: a plan that is short or long now and then
-        is neither.
+        It is compared turn by turn with the plan that has had the most: their turns of the same number follow each
+        other, and a host that is slow for some seconds slows both. Of how these differ, the middle half counts: a plan
+        that is short or long now and then is neither.
         """
-        turns, others = self._turns(kind), max(map(self._turns, [*self._ratios]), key=len)
+        turns, others = self._turns(kind), max(map(self._turns, self._ratios), key=len)
         if not turns:
             return math.inf
         differ = sorted(math.log(one / other) for one, other in zip(turns, others, strict=False))

@@ -89,7 +89,7 @@ class FollowPlan(HookedLayers):
         self._times.paused = True
         begins = [ForwardBegins(partial(self._begin_forward, number)) for number in range(len(layers))]
         super().__init__(layers, context, begins, self._times.layers)
-        self._begins, self._count = Attachment(layers, begins), count
+        self._begins = Attachment(layers, begins)
         self._peak = memory_peak(self._backend.device)
         self.plan: Plan | None = None  # that the last microbatch follows; ``None`` while the layers are measured
         self.profile: Profile | None = None  # what the layers cost, once that was measured
@@ -159,7 +159,7 @@ class FollowPlan(HookedLayers):
 
     def _recompute_all(self) -> None:
         policies = [one if one.runs_again else None for one in self._policies]  # compiled layers have no others
-        self.context.follow(learning_schedule(self._count), policies)
+        self.context.follow(learning_schedule(len(policies)), policies)
 
     def _time(self) -> None:
         """Time the layers in the microbatch that begins, with everything recomputed."""
@@ -170,7 +170,8 @@ class FollowPlan(HookedLayers):
                 one.measure_again()
             self._recompute_all()
         self._stage, self._timed_inputs, self._learned_then = "timing", self._inputs, self._learned
-        self._new_gradients = [*map(new_gradients, self._begins.modules)]
+        modules = [one.module() for one in self._times.layers]  # of which the program may have removed some
+        self._new_gradients = [0 if module is None else new_gradients(module) for module in modules]
         self._watches, self._peak_bytes, self._moved_then = True, 0, self.context.stats()
         hold_some(self._policies)
         time_second_runs(self._policies, self._backend)
@@ -270,7 +271,7 @@ class FollowPlan(HookedLayers):
         """The backward is over that has come to the first layer whose output needs one."""
         if self._backend.capturing:
             return
-        self._ran_all = self._times.forwards >= self._count
+        self._ran_all = self._times.forwards >= len(self._policies)
         self._compare.end_backward(ran_all=self._ran_all and self._times.alone)
         if self._watches and self._stage == "timing" and self._counted:
             self._times.measure_before(self._inputs.elements)

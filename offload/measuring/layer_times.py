@@ -85,17 +85,17 @@ class LayerTimes(Attachment):
         self.rounds: list[tuple[int, dict[Phase, Pass]]] = []  # of all layers since then, each behind a layer's number
         self.alone = False  # whether no other microbatch has run beside the one that ended last
         self.joined = False  # whether its backward was that of others, too, whose memory it has freed
-        super().__init__(layers, self.layers, gone=weakref.WeakMethod(self.let_go))
+        super().__init__(layers, self.layers)
 
     def remove(self) -> None:
         super().remove()
         self.hooks.close()
-        self._newest, self.lost = None, lambda: None
+        self._newest = None
+        self.ended = self.lost = lambda: None
         if self.memory is not None:
             self.memory.stop()
 
     def let_go(self) -> None:
-        """Hold nobody in circles: parameters of layers that are gone would wait for Python's collector."""
         self.ended = self.lost = lambda: None
         self.layers, self.last, self.running = [], None, None
 

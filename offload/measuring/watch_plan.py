@@ -70,7 +70,6 @@ class WatchedPlan(HookedLayers):
     def _stop_watching(self) -> None:
         self._begins.remove()
         self._times.remove()
-        self._times.let_go()
 
     def _begin_forward(self, number: int, call: LayerCall, inputs: object) -> None:
         if not self.context.begins_round(number) or self.context.has_nothing_to_do():

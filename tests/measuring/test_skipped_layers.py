@@ -99,6 +99,23 @@ def test_the_gradients_of_skipped_layers_take_no_memory_where_they_are_there_alr
     assert all(abs(one - other) <= x.nbytes for one, other in zip(estimated, measured, strict=True))
 
 
+@pytest.mark.parametrize("removed", [2, LAYERS - 1])
+def test_a_layer_that_the_program_removes_counts_as_skipped(removed: int) -> None:
+    """Nobody holds it, and the others keep their numbers."""
+    layers, _ = build("mlp", LAYERS, torch.device("cpu"))
+    x = torch.rand(4, 64, WIDTH)
+    budget = round(0.55 * step(layers, x, ALL)[1])
+    with offload.offload_layers(layers, memory_budget=budget, min_bytes=1, device="cpu") as handle:
+        step(layers, x, ALL)
+        del layers[removed]
+        for _ in range(2):
+            found, peak_bytes = step(layers, x, ALL)
+        assert handle.state == "following"
+        assert peak_bytes <= budget
+        handle.remove()
+        assert_same(step(layers, x, ALL)[0], found)
+
+
 def test_a_layer_unlike_all_others_is_timed_before_a_plan_is_made() -> None:
     layers, _ = build("mlp", 4, torch.device("cpu"))
     layers[2] = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
