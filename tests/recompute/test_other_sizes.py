@@ -254,21 +254,21 @@ def test_a_size_whose_operations_are_others_is_recomputed_as_well(
     """Nothing more is kept, in the first step either; then one such size is learned, and tells of all of its kind."""
     if room == "no room":
         request.getfixturevalue("no_room")
-    layers = nn.ModuleList(Padded(padded) for _ in range(6)).to(lab.device)
+    layers = nn.ModuleList(Padded(padded) for _ in range(8)).to(lab.device)
 
     def metered(shape: tuple[int, ...]) -> tuple[list[torch.Tensor], int]:
         with offload.memory_meter(lab.device) as meter:
             found = step(layers, shape, lab)
         return found, meter.peak_bytes
 
-    shapes = [(1, length) for length in (123, 125, 504, 504, 552, 456, 552, 512)]
+    shapes = [(1, length) for length in (251, 253, 504, 504, 552, 456, 552, 512)]
     plain = [metered(shape) for shape in shapes]
     calls, ran = Calls(layers), []
     with offloaded(layers, lab, {"*addmm": "keep", "*": "recompute"}):
         for shape, (expected, plain_bytes) in zip(shapes, plain, strict=True):
             found, peak_bytes = metered(shape)
             assert_same(expected, found)
-            assert peak_bytes < 0.75 * plain_bytes or shape in shapes[:2]  # which weigh little beside the gradients
+            assert peak_bytes < 0.65 * plain_bytes
             ran.append(calls.since())
     # It is learned in the forward in which the first layer goes another way, or after the backward in which all do.
     learned = [3, 4] if (padded, room) == ("mask", "no room") else [4, 3]
