@@ -32,8 +32,8 @@ from benchmarks.models import replaced
 from benchmarks.report import Record, asked, table
 from offload.activations.context import DEFAULT_MIN_BYTES
 
-SHARES = (0.75, 0.6, 0.35, 0.15)  # of what a step adds with everything kept
-COMPILED_SHARES = (0.75, 0.5, 0.35)  # the same of compiled layers; another default
+SHARES = (0.75, 0.6, 0.35, 0.15, 0.0)  # of what a step adds with everything kept; 0 is as checkpointing of all layers
+COMPILED_SHARES = (0.75, 0.5, 0.35, 0.0)  # the same of compiled layers; another default
 RIVALS = 2
 """A budget takes turns with so many other ways at most: a busy host's times do not tell which one is the fastest."""
 NEAR = 1.1
@@ -79,7 +79,7 @@ class Budgets(Comparison):
             self.add({"what": f"{prefix}selective"}, partial(around, count, selective))
         most, least = nothing["peak_bytes"], everything["peak_bytes"]
         shares = COMPILED_SHARES if backend and self.shares is SHARES else self.shares
-        for budget in [round(share * most) for share in shares if share * most > least] + [least]:
+        for budget in dict.fromkeys(max(round(share * most), least) for share in shares):
             if budget != least:
                 self._add_checkpoint(prefix, around, budget, most, least)
             if budget != least and backend is None:
@@ -160,12 +160,19 @@ def main() -> None:
     link = offload.measure_link(device)
     print(link)
     record = Record(arguments, device, link=vars(link))
+    one_row = ["model", "compiled", "what", "layers", "budget_bytes", "for_bytes"]
     for name in arguments.only:
         budgets = Budgets(name, device, link, small=arguments.small, shares=arguments.shares)
-        budgets.add_all(arguments.compiled)
-        rows = [{"model": name, "compiled": is_compiled(row), **row} for row in budgets.finished(1)]
-        some = [] if arguments.shares is SHARES else ["what", "layers", "budget_bytes", "for_bytes"]
-        record.add(*rows, instead_of=["model", "compiled", *some])
+        instead_of = one_row[:2] if arguments.shares is SHARES else one_row
+        try:
+            budgets.add_all(arguments.compiled)
+        except KeyboardInterrupt:
+            del budgets.ways[-1:]  # it was being measured
+            instead_of = one_row
+            raise
+        finally:
+            rows = [{"model": name, "compiled": is_compiled(row), **row} for row in budgets.finished(1)]
+            record.add(*rows, instead_of=instead_of)
         del budgets
         give_memory_back(device)
     rows = record.rows()

@@ -21,7 +21,7 @@ NAMES = {
     "convolution": "ConvNeXt-L",
     "decoder": "20 layers of a 7B model",
 }
-BUDGETS = sorted({*SHARES, *COMPILED_SHARES}, reverse=True)
+BUDGETS = sorted({*SHARES, *COMPILED_SHARES} - {0.0}, reverse=True)
 """Budgets as parts of the peak with nothing offloaded."""
 CHECKPOINTING = "as checkpointing"  # the budget that checkpointing of every layer needs
 RECORDS = "never_slower", "never_slower_h200"  # one for each GPU, with other rows in each
