@@ -167,12 +167,14 @@ class OffloadContext(ContextDecorator):
     def passes_by(self, layer: int) -> bool:
         """Begin and end the forward of a layer, if the layer goes on with a round in which nothing is offloaded."""
         now = self._round
+        last = now.last_layer
         passes = (
-            0 <= now.last_layer < layer < self.model_layers
-            and not self._needs_sync
+            0 <= last < layer < self.model_layers
+            and not (self._needs_sync or self._entered)
             and now.passes_by(layer)
-            and not (now.abandoned or self._entered or torch_private.in_backward() or trace.is_on())
-            and self.in_this_thread
+            and not (last in now.sets and now.abandoned)
+            and self._thread_number == threading.get_ident()
+            and not (torch_private.in_backward() or trace.is_on())
             and torch.is_grad_enabled()
         )
         if passes:

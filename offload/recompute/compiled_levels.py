@@ -30,6 +30,7 @@ from offload.base.torch_private import (
     COMPILED_CALL,
     OPERATOR,
     ORIGINAL,
+    count_modes,
     is_traced,
     schema_of,
     swap_own_generators,
@@ -201,13 +202,15 @@ class CompiledForward:
             self._undo.append(replace_attribute(layer, COMPILED_CALL, None))  # it would compile the hooks, too
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.level is None or is_traced():
+        level = self.level
+        if level is None or is_traced():
             return self._forward(*args, **kwargs)
-        return self.at(self.level if torch.is_grad_enabled() else Level.ALL, args, kwargs)
+        return self.at(level if torch.is_grad_enabled() else Level.ALL, args, kwargs)
 
-    def at(self, level: Level, args: Any, kwargs: Any) -> Any:
-        around = () if self.counted is None else (self.counted, self._module())
-        return with_default_generators(*around, self._at[level], self._forward, tuple(args), dict(kwargs))
+    def at(self, level: Level, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.counted is None or not count_modes():
+            return with_default_generators(self._at[level], self._forward, args, kwargs)
+        return with_default_generators(self.counted, self._module(), self._at[level], self._forward, args, kwargs)
 
     def check(self, args: Any, kwargs: Any) -> None:
         """Raise whatever the compiler raises where the layer is not one graph."""
