@@ -36,6 +36,10 @@ TURNS = 4, 12
 
 STEADY = 0.05  # microbatches do not differ if half of them take the same but for this part
 
+DOUBT = 0.5
+"""Of the error of how much slower a plan was measured to be than the fastest, what may be an error: then of these plans
+that one is followed which costs the host the least, and which a flag of PyTorch's gives, too."""
+
 HOPE = 0.8  # of the seconds that it took at least, those that a plan may take in its next turn
 
 OPTIMISM = 0.75
@@ -75,7 +79,8 @@ class ComparePlans:
         if open_kinds:
             self._kind = min(open_kinds, key=lambda kind: (len(self._ratios[kind]), hopes_s[kind]))
         else:
-            self._kind = min(kinds, key=self._took_s)
+            fastest = min(kinds, key=self._took_s)
+            self._kind = next(kind for kind in kinds if kind is fastest or self._may_be_as_fast(kind, fastest))
         self._left, self._begin, self._marks = UNMEASURED[bool(self._ratios[self._kind])], None, []
         return plans[self._kind]
 
@@ -127,6 +132,15 @@ class ComparePlans:
         differ = sorted(math.log(one / other) for one, other in zip(turns, others, strict=False))
         middle = differ[len(differ) // 4 : len(differ) - len(differ) // 4]
         return _layers_s(self._plans[kind]) * statistics.median(others) * math.exp(statistics.mean(middle))
+
+    def _may_be_as_fast(self, kind: Among, fastest: Among) -> bool:
+        """Whether turns have not told a plan from the fastest."""
+        pairs = [*zip(self._turns(kind), self._turns(fastest), strict=False)]
+        if len(pairs) < TURNS[0]:
+            return False  # it lost its first turns by far
+        low, middle, high = statistics.quantiles((math.log(one / other) for one, other in pairs), n=4)
+        error = (high - low) / 1.349 * math.sqrt(math.pi / 2 / len(pairs))  # of the median, if they spread normally
+        return _layers_s(self._plans[kind]) * math.exp(middle - DOUBT * error) <= _layers_s(self._plans[fastest])
 
     def _turns(self, kind: Among) -> list[float]:
         """By how much longer than predicted the microbatches of each turn of a plan were."""

@@ -111,14 +111,17 @@ def test_a_host_that_is_busy_for_a_moment_does_not_decide(busy_s: float) -> None
     assert not compare.measures
 
 
-def test_a_host_whose_speed_wanders_does_not_decide() -> None:
-    """It is slower by 15% or faster for about fifteen microbatches, and each takes up to 8% more or less beside."""
-    slower = 0
+def followed_on_a_busy_host(*steps_s: float) -> list[Among]:
+    """Among what the plan is that is followed in the end, on fifty hosts, of plans that take these seconds.
+
+    Such a host is slower by 15% or faster for about fifteen microbatches, and each takes up to 8% more or less beside.
+    """
+    found = []
     for seed in range(50):
         draw, pace, device = random.Random(seed), 0.0, Device()
         compare = ComparePlans(device)
-        plans = {Among.REGIONS: plan(1.0), Among.LAYERS: plan(1.0), Among.CHECKPOINTS: plan(1.0)}
-        took_s = {id(one): step_s for one, step_s in zip(plans.values(), (1.08, 1.08, 1.0), strict=True)}
+        plans = {kind: plan(1.0) for kind in Among}
+        took_s = {id(one): step_s for one, step_s in zip(plans.values(), steps_s, strict=True)}
         now = compare.best(plans, 100)
         for _ in range(120):
             now = compare.begin_microbatch(100, ready=True) or now
@@ -126,8 +129,22 @@ def test_a_host_whose_speed_wanders_does_not_decide() -> None:
             device.now_s += took_s[id(now)] * math.exp(pace + draw.gauss(0.0, 0.08))
             compare.end_backward(ran_all=True)
         assert not compare.measures
-        slower += now is not plans[Among.CHECKPOINTS]
-    assert slower <= 3
+        found += [kind for kind, one in plans.items() if one is now]
+    return found
+
+
+def test_a_host_whose_speed_wanders_does_not_decide() -> None:
+    found = followed_on_a_busy_host(1.08, 1.08, 1.0)
+    assert found.count(Among.CHECKPOINTS) >= 47
+
+
+def test_of_plans_that_a_busy_host_cannot_tell_apart_checkpoints_are_followed() -> None:
+    """They can be no slower than PyTorch's, as far as anybody can measure."""
+    found = followed_on_a_busy_host(1.0, 1.0, 1.0)
+    assert found.count(Among.CHECKPOINTS) > 25
+    assert found.count(Among.LAYERS) > found.count(Among.REGIONS)
+    found = followed_on_a_busy_host(0.88, 1.0, 1.0)
+    assert found.count(Among.REGIONS) >= 45
 
 
 def test_a_few_slow_microbatches_say_nothing_of_a_plan() -> None:
