@@ -20,6 +20,9 @@ SETTLES, UNCHANGED = 120, 8
 PAIRS = 6
 """So many times at least steps are taken in turns with those of a rival."""
 
+TURN_S = 0.3
+"""A turn is one step, or as many short ones as take so long: what slows a host for some seconds slows both then."""
+
 SURE = 0.01
 """More are, until the error of their ratio's median is no more than this part; a busy host makes it five times that."""
 
@@ -155,13 +158,14 @@ class Comparison:
             for _ in range(2):  # whatever attached the rival may have had all code compiled again
                 other()
                 step()
+            steps = max(1, min(self.steps, round(TURN_S / rival.row["step_s"])))
             begin, passed_s = time.perf_counter(), 0.0
             while (
                 len(pairs) < PAIRS
                 or passed_s < 2 * self.least_s
                 or (passed_s < 20 * self.least_s and error_of_median(ratios) > SURE)
             ):
-                pairs.append((timed(step, self.device, self.steps), timed(other, self.device, self.steps)))
+                pairs.append((timed(step, self.device, steps), timed(other, self.device, steps)))
                 ratios.append(pairs[-1][0] / pairs[-1][1])
                 passed_s = time.perf_counter() - begin
         own_s, other_s = map(list, zip(*pairs, strict=True))
