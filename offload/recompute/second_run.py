@@ -79,9 +79,8 @@ class SecondRun:
         last = max((trace.saved[number].time for number in self.dropped), default=0)
         self.reads_until = math.inf if zone >= 0 or unseen else last
         """No operation from this one on runs again, and so what only such operations read may have changed."""
-        self.hands_over = any(time < last and not steps[time].operation.allocates for time in self.results)
-        """Whether anything is skipped or handed over before the last dropped tensor, beside memory that nothing is
-        written into; else no mode is needed."""
+        self.hands_over = any(time < last for time in self.results)
+        """Whether anything is skipped or handed over before the last dropped tensor; else no mode is needed."""
         self.communicates = any(step.operation.collective for step in steps[:last])
         """Whether ranks wait for each other there, unless that is skipped."""
         self.suppliers = {

@@ -235,8 +235,9 @@ class Way:
         self.saved_inputs = frozenset(number for number, one in enumerate(trace.given) if one in offloaded)
         held = [wanted[number] for number in self.rest_numbers]
         self.rest = RECOMPUTE if RECOMPUTE in held else OFFLOAD if OFFLOAD in held else KEEP
-        if policies.measures and policies.numbered is None and not run.communicates:
-            # Recomputing the whole layer is timed.
+        whole = {wanted[number] for number in self.droppable()} == {RECOMPUTE}
+        if (whole or (policies.measures and policies.numbered is None)) and draws and not run.communicates:
+            # As a checkpoint does, which is timed: a mode takes the host longer than operations that nobody needs.
             run = SecondRun(trace, run.dropped, skips=False)
         self.replay = run if run.dropped else NOTHING
         self.find_reads()
