@@ -28,16 +28,21 @@ RECORDS = "never_slower", "never_slower_h200"  # one for each GPU, with other ro
 
 
 def _rows() -> list[Row]:
-    """All rows, each with its GPU; those of compiled layers last."""
+    """All rows, each with its GPU, model by model; those of compiled layers last."""
     records = [read(name) for name in RECORDS]
     rows = [row | {"gpu": record["hardware"]["gpu"]} for record in records for row in record["rows"]]
-    return sorted(rows, key=lambda row: row["compiled"])
+    order = [*dict.fromkeys(map(_place, rows))]  # rows that were measured again are at a record's end
+    return sorted(rows, key=lambda row: (row["compiled"], order.index(_place(row))))
+
+
+def _place(row: Row) -> tuple[str, str]:
+    return row["gpu"], row["model"]
 
 
 def compared() -> list[Row]:
     """Every budget beside the fastest other way in the same memory, model by model."""
     rows, found = _rows(), []
-    for model, group in groupby(rows, key=lambda row: row["model"]):
+    for (_, model), group in groupby(rows, key=_place):
         of_model = [one for one in group if "error" not in one]
         for row in (one for one in of_model if one["what"].endswith("budget")):
             compiled = row["what"].removesuffix("budget")
@@ -66,7 +71,7 @@ def never_slower_table(_page: Path) -> str:
     used = {one["budget"] for one in found}
     columns = [column for column in (*(f"{share:.0%}" for share in BUDGETS), CHECKPOINTING) if column in used]
     shown = []
-    for name, group in groupby(found, key=lambda one: one["name"]):
+    for (name, _), group in groupby(found, key=lambda one: (one["name"], one["row"]["gpu"])):
         of_model = list(group)
         ratios = {one["budget"]: f"{one['ratio']:.2f}" for one in of_model}
         assert len(ratios) == len(of_model), ratios
