@@ -166,7 +166,7 @@ def main() -> None:
         instead_of = one_row[:2] if arguments.shares is SHARES else one_row
         try:
             budgets.add_all(arguments.compiled)
-        except KeyboardInterrupt:
+        except BaseException:  # a time limit interrupts
             del budgets.ways[-1:]  # it was being measured
             instead_of = one_row
             raise
