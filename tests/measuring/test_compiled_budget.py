@@ -129,8 +129,9 @@ def test_budgets_with_the_bits_of_eager_layers(
         whole = plan.without.peak_bytes
         with pytest.raises(ValueError, match="must be at least") as refused:
             offload.plan(plan.profile, 1, plan.link, max_host_bytes=0)
-    # However little time recomputing takes: in less than it needs without the host, something is offloaded.
-    budget = int(str(refused.value).split()[5]) - 1 if host else int(0.7 * whole)
+    # However little time recomputing takes: in less than it needs without the host, by more than plans may be above
+    # their budget, something is offloaded.
+    budget = int(0.99 * int(str(refused.value).split()[5])) if host else int(0.7 * whole)
     with budgeted(layers, budget, compile=EAGER, max_host_bytes=host) as handle:
         for _ in range(5):
             assert_same(expected, seeded(layers, x))
