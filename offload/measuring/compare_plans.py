@@ -37,8 +37,8 @@ TURNS = 4, 12
 STEADY = 0.05  # microbatches do not differ if half of them take the same but for this part
 
 DOUBT = 0.5
-"""Of the error of how much slower a plan was measured to be than the fastest, what may be an error: then of these plans
-that one is followed which costs the host the least, and which a flag of PyTorch's gives, too."""
+"""A plan counts as fast if it was measured to be slower than the fastest by no more than this part of the error. Of
+such plans that one is followed which costs the host the least: checkpoints first, which PyTorch has as well."""
 
 HOPE = 0.8  # of the seconds that it took at least, those that a plan may take in its next turn
 
@@ -134,7 +134,7 @@ class ComparePlans:
         return _layers_s(self._plans[kind]) * statistics.median(others) * math.exp(statistics.mean(middle))
 
     def _may_be_as_fast(self, kind: Among, fastest: Among) -> bool:
-        """Whether turns have not told a plan from the fastest."""
+        """Whether the turns leave open which of a plan and the fastest is faster."""
         pairs = [*zip(self._turns(kind), self._turns(fastest), strict=False)]
         if len(pairs) < TURNS[0]:
             return False  # it lost its first turns by far

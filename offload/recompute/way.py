@@ -237,7 +237,7 @@ class Way:
         self.rest = RECOMPUTE if RECOMPUTE in held else OFFLOAD if OFFLOAD in held else KEEP
         whole = {wanted[number] for number in self.droppable()} == {RECOMPUTE}
         if (whole or (policies.measures and policies.numbered is None)) and draws and not run.communicates:
-            # As a checkpoint does, which is timed: a mode takes the host longer than operations that nobody needs.
+            # As under a checkpoint, and as it is timed: a mode takes the host longer than operations that nobody needs.
             run = SecondRun(trace, run.dropped, skips=False)
         self.replay = run if run.dropped else NOTHING
         self.find_reads()
