@@ -40,11 +40,12 @@ def _place(row: Row) -> tuple[str, str]:
 
 
 def compared() -> list[Row]:
-    """Every budget beside the fastest other way in the same memory, model by model."""
+    """Every budget beside the fastest other way in the same memory, model by model, the largest budget first."""
     rows, found = _rows(), []
     for (_, model), group in groupby(rows, key=_place):
         of_model = [one for one in group if "error" not in one]
-        for row in (one for one in of_model if one["what"].endswith("budget")):
+        budgets = (one for one in of_model if one["what"].endswith("budget"))
+        for row in sorted(budgets, key=lambda one: -one["budget_bytes"]):
             compiled = row["what"].removesuffix("budget")
             other, ratio = beside(row, rows)
             nothing = next(one for one in of_model if one["what"] == f"{compiled}nothing")
