@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.instruments import Row, Step, attempt, give_memory_back, metered, pinned_by_torch, timed
 from benchmarks.models import Model
+from offload.measuring.compare_plans import error_of_median
 
 SETTLES, UNCHANGED = 120, 8
 """Steps until plans were compared, at most, and so many with the same plan: not timed, as training has thousands."""
@@ -200,12 +201,6 @@ class Comparison:
         distance = sum(float((one - other).float().square().sum()) for one, other in zip(expected, found, strict=True))
         length = sum(float(one.float().square().sum()) for one in expected)
         return {"bit_identical": same, "gradients_apart": math.sqrt(distance / length) if length else 0.0}
-
-
-def error_of_median(values: Sequence[float]) -> float:
-    """The standard error of the median of values, by their quartiles, as for a normal distribution."""
-    low, _, high = statistics.quantiles(values, n=4)
-    return math.sqrt(math.pi / 2) * (high - low) / 1.349 / math.sqrt(len(values))
 
 
 def is_compiled(row: Row) -> bool:

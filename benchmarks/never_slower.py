@@ -160,15 +160,16 @@ def main() -> None:
     link = offload.measure_link(device)
     print(link)
     record = Record(arguments, device, link=vars(link))
-    one_row = ["model", "compiled", "what", "layers", "budget_bytes", "for_bytes"]
+    of_model = ["model", "compiled"]
+    of_row = [*of_model, "what", "layers", "budget_bytes", "for_bytes"]
     for name in arguments.only:
         budgets = Budgets(name, device, link, small=arguments.small, shares=arguments.shares)
-        instead_of = one_row[:2] if arguments.shares is SHARES else one_row
+        instead_of = of_model if arguments.shares is SHARES else of_row
         try:
             budgets.add_all(arguments.compiled)
         except BaseException:  # a time limit interrupts
             del budgets.ways[-1:]  # it was being measured
-            instead_of = one_row
+            instead_of = of_row
             raise
         finally:
             rows = [{"model": name, "compiled": is_compiled(row), **row} for row in budgets.finished(1)]

@@ -12,7 +12,7 @@ import logging
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -138,9 +138,9 @@ class ComparePlans:
         pairs = [*zip(self._turns(kind), self._turns(fastest), strict=False)]
         if len(pairs) < TURNS[0]:
             return False  # it lost its first turns by far
-        low, middle, high = statistics.quantiles((math.log(one / other) for one, other in pairs), n=4)
-        error = (high - low) / 1.349 * math.sqrt(math.pi / 2 / len(pairs))  # of the median, if they spread normally
-        return _layers_s(self._plans[kind]) * math.exp(middle - DOUBT * error) <= _layers_s(self._plans[fastest])
+        differ = [math.log(one / other) for one, other in pairs]
+        least = math.exp(statistics.median(differ) - DOUBT * error_of_median(differ))
+        return _layers_s(self._plans[kind]) * least <= _layers_s(self._plans[fastest])
 
     def _turns(self, kind: Among) -> list[float]:
         """By how much longer than predicted the microbatches of each turn of a plan were."""
@@ -172,3 +172,9 @@ class ComparePlans:
 def _layers_s(plan: Plan) -> float:
     """The predicted seconds from the first layer's forward to the end of its backward."""
     return plan.step_s - plan.profile.other_s
+
+
+def error_of_median(values: Sequence[float]) -> float:
+    """The standard error of the median of values, by their quartiles, as for a normal distribution."""
+    low, _, high = statistics.quantiles(values, n=4)
+    return math.sqrt(math.pi / 2) * (high - low) / 1.349 / math.sqrt(len(values))

@@ -12,7 +12,8 @@ import pytest
 import torch
 from scripts import NO_GPU, as_torchrun, run_scripts
 
-from benchmarks import long_context, optimizer_state, pipeline
+from benchmarks import long_context, never_slower, optimizer_state, pipeline
+from benchmarks.report import environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*torchao")]
 
@@ -72,6 +73,30 @@ def test_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("benchmarks.report.resolve_device", lambda _: torch.device("cpu"))
     module.main()
     assert_runs(json.loads(path.read_text("utf-8")), rows)
+
+
+def test_what_a_time_limit_cuts_short_is_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the row that was being measured; and what the record had of others."""
+    path = tmp_path / "record.json"
+    old = {"model": "diffusion", "compiled": False, "what": "budget", "budget_bytes": 1}
+    path.write_text(json.dumps(environment(torch.device("cpu")) | {"rows": [old]}), "utf-8")
+    measure = never_slower.Budgets._measure
+
+    def cut_short(budgets: never_slower.Budgets, way: Any) -> None:
+        if way.row["what"] == "checkpoint all":
+            raise KeyboardInterrupt
+        measure(budgets, way)
+
+    monkeypatch.setattr(never_slower.Budgets, "_measure", cut_short)
+    options = ["--small", "--only", "diffusion", "phi3", "--merge", "--out", str(path)]
+    monkeypatch.setattr(sys, "argv", [never_slower.__name__, *options])
+    monkeypatch.setattr("benchmarks.report.resolve_device", lambda _: torch.device("cpu"))
+    with pytest.raises(KeyboardInterrupt):
+        never_slower.main()
+    rows = json.loads(path.read_text("utf-8"))["rows"]
+    assert rows[0] == old
+    assert [(row["model"], row["what"]) for row in rows[1:]] == [("diffusion", "nothing")]
+    assert rows[1]["step_s"] > 0
 
 
 def test_rows_that_are_merged_keep_the_ratio_to_their_own_run() -> None:

@@ -543,3 +543,24 @@ def test_random_numbers_are_drawn_once(compiled: bool, lab: Lab, captures: pytes
             loss_of(y).backward()
         assert not seen.times["bernoulli_"]
         assert compiled or seen.times["gelu"] == LAYERS
+
+
+def test_what_draws_for_nothing_is_not_run_again_in_a_capture(lab: Lab, captures: pytest.MonkeyPatch) -> None:
+    """Nobody could put the generator back there. Elsewhere the whole layer runs again."""
+    layers, x = build(lambda: Function(_draws_for_nothing), LAYERS, lab.device)
+    expected = step_gradients(layers, x)
+    with offloaded(layers, lab):
+        for _ in range(2):
+            assert_same(expected, step_gradients(layers, x))
+        begin(captures, lab)
+        assert_same(expected, step_gradients(layers, x))
+        y = through(layers, x)
+        with Seen() as seen:
+            loss_of(y).backward()
+        assert seen.times["sin"] == LAYERS
+        assert not seen.times["rand_like"]
+
+
+def _draws_for_nothing(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    torch.rand_like(x)
+    return x.sin().tanh() * w.mean()

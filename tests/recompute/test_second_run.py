@@ -467,6 +467,27 @@ def test_collectives_run_once_where_the_device_has_no_memory_to_prove_a_second_r
         assert len(works) == LAYERS
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_a_collective_that_nothing_dropped_needs_is_not_run_again(lab: Lab) -> None:
+    """Also where all that the layer saves is recomputed."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        torch.distributed.all_reduce(x.detach().mean())  # as a layer counts something
+        return x.sin().tanh() * w.mean()
+
+    layers, x = functions(function, lab)
+    expected = step(layers, x)
+    with offloaded(layers, lab) as handle:
+        for _ in range(3):
+            assert_same(expected, step(layers, x))
+        assert set(handle.regions(0).values()) <= {"recompute", "keep"}
+        y = through(layers, x)
+        with Seen() as seen:
+            loss_of(y).backward()
+        assert seen.times["sin"] == LAYERS
+        assert not seen.times["allreduce_"]
+
+
 class Switched(nn.Module):
     """Reads its mode, an inner dropout's probability, a switch and a scale."""
 
@@ -576,6 +597,8 @@ def test_buffers_that_forward_writes(policies: dict[str, str], lab: Lab) -> None
     with offloaded(layers, lab, policies) as handle:
         for _ in range(4):
             assert_same(run(plain, x), run(layers, x))
+        # The norm's result is not saved: what is computed from it is kept in its place.
+        assert handle.regions(0)["tanh"] == policies.get("norm: *", "recompute")
         assert "recompute" in handle.regions(0).values()
 
 
@@ -659,6 +682,7 @@ def test_what_forward_leaves_behind(policies: dict[str, str], lab: Lab) -> None:
     with offloaded(layers, lab, policies) as handle:
         for _ in range(4):
             assert_same(run(plain), run(layers))
+        assert handle.regions(0)["sin"] == policies.get("sin", "recompute")
         assert handle.regions(0)["tanh"] == "recompute"
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from blocks import Columns, Row, cells, markdown_table, read, table, where, with_runs
 from page_text import gib, gib1, more, ms
 
-from benchmarks.comparison import SURE, error_of_median
+from benchmarks.comparison import SURE
 from benchmarks.never_slower import COMPILED_SHARES, SHARES, beside
+from offload.measuring.compare_plans import error_of_median
 
 NAMES = {
     "vit": "ViT-H, 96 images",
