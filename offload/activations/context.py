@@ -137,7 +137,7 @@ class OffloadContext(ContextDecorator):
         if self.begins_round(number):
             self._begin_round()
             number = 0 if layer is None else layer
-        takes_all = not (self._round.passes_by(number) or torch_private.in_checkpoint())
+        takes_all = not (self._round.keeps(number) or torch_private.in_checkpoint())
         if takes_all and (reason := torch_private.why_no_hooks()) is not None:
             raise RuntimeError(
                 f"layer {number} must run where hooks on saved tensors are allowed if it is offloaded, but PyTorch "
@@ -164,22 +164,10 @@ class OffloadContext(ContextDecorator):
         if takes_all:
             opened.enter(inputs)
 
-    def passes_by(self, layer: int) -> bool:
-        """Begin and end the forward of a layer, if the layer goes on with a round in which nothing is offloaded."""
-        now = self._round
-        last = now.last_layer
-        passes = (
-            0 <= last < layer < self.model_layers
-            and not (self._needs_sync or self._entered)
-            and now.passes_by(layer)
-            and not (last in now.sets and now.abandoned)
-            and self._thread_number == threading.get_ident()
-            and not (torch_private.in_backward() or trace.is_on())
-            and torch.is_grad_enabled()
-        )
-        if passes:
-            now.last_layer, self._closed = layer, None
-        return passes
+    def kept_layers(self) -> list[int]:
+        """The layers that need not enter the context behind the round's first one."""
+        nothing_moves = not (self._needs_sync or trace.is_on())
+        return [number for number in range(self.model_layers) if nothing_moves and self._round.keeps(number)]
 
     def end_layer(self, *, failed: bool) -> None:
         """A layer's forward ends; if it ``failed``, the round is given up and the next layer is layer 0."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from itertools import chain
 
 from torch import nn
 
@@ -16,8 +16,8 @@ from offload.recompute.layer_policies import LayerPolicies
 class HookedLayers(Handle):
     """An offload context driven by module hooks on the layers, until :meth:`remove`.
 
-    Where there is nothing to do in a forward, neither the context is told of it, nor listeners ``beside``, which the
-    caller attaches to the layers.
+    Layers in whose forward there is nothing to do may have no hooks, neither for the context nor for listeners
+    ``beside`` it, which the caller attaches to the layers.
     """
 
     def __init__(self, layers: list[nn.Module], context: OffloadContext, *beside: Sequence[LayerListener]) -> None:
@@ -25,19 +25,26 @@ class HookedLayers(Handle):
         self.context = context
         exclude_parameters(layers)
         listeners = [OffloadListener(context, number) for number in range(len(layers))]
-        for number, each in enumerate(zip(listeners, *beside, strict=True)):
-            passes = partial(self.passes_by, number)
-            for listener in each:
-                listener.passes = passes
+        for listener in chain(listeners, *beside):
+            listener.rests_by = context
+        self._to_rest: list[int] = []  # the layers that are to have no hooks
+        self._resting = 0  # how many have none
         self._attachment = Attachment(layers, listeners, self)
 
     def remove(self) -> None:
         self.context.abort()  # an interrupt in a layer has kept it from leaving the context
         self._attachment.remove()
 
-    def passes_by(self, layer: int) -> bool:
-        """Whether there is nothing to do in a layer's forward, which begins."""
-        return self.context.passes_by(layer)
+    def begin_round(self, first: int, call: LayerCall) -> None:
+        """A round begins with this layer. Behind it, kept layers have no hooks."""
+        self.rest(behind=self.context.model_layers if call.from_compiled else first)
+
+    def rest(self, behind: int) -> int:
+        """Have no hooks on kept layers ``behind`` this one, and hooks on all others; returns how many have none."""
+        asked = [layer for layer in self.context.kept_layers() if layer > behind]
+        if asked != self._to_rest:
+            self._to_rest, self._resting = asked, self._attachment.rest(asked)
+        return self._resting
 
     @property
     def policies(self) -> Sequence[LayerPolicies | None]:
@@ -65,7 +72,10 @@ class OffloadListener(LayerListener):
         context.check_thread(self._number)
         call.offloads = True
         context.abort()  # a forward that an interrupt has cut off, of this layer or another
+        begins_round = context.begins_round(self._number)
         context.begin_layer(self._number, inputs)
+        if begins_round and isinstance(self.handle, HookedLayers):
+            self.handle.begin_round(self._number, call)
 
     def end_forward(self, call: LayerCall, *, failed: bool) -> None:
         if call.offloads and self._context.in_this_thread:

@@ -46,7 +46,7 @@ class Round:
         last = self.sets.get(self.last_layer)
         return last is not None and last.gone and not last.backward_begun
 
-    def passes_by(self, layer: int) -> bool:
+    def keeps(self, layer: int) -> bool:
         """Whether the layer needs no hooks: it is kept, and neither the one before nor a later one is offloaded.
 
         What the first kept layer saves as well as the one before it must not be offloaded, so that one has hooks.

@@ -8,7 +8,6 @@ installed PyTorch lacks raises :class:`RuntimeError`, which names the version, w
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 import operator
 import sys
@@ -238,6 +237,7 @@ def owners_of(storage: torch.UntypedStorage) -> int:
 
 APPLY = "_apply"  # the method of a module that ``to``, ``cuda``, ``half`` and others call
 forward_hooks: Callable[[nn.Module], tuple[Any, Any]] = operator.attrgetter("_forward_pre_hooks", "_forward_hooks")
+state_dict_hooks: Callable[[nn.Module], dict[int, Any]] = operator.attrgetter("_state_dict_pre_hooks")
 running_ddp: Callable[[], Any] = functools.partial(_take, "_active_ddp_module", DistributedDataParallel)  # or None
 ddp_parameters: Callable[[Any], Iterable[nn.Parameter]] = functools.partial(_take, "_module_parameters")
 

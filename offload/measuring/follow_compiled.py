@@ -68,8 +68,8 @@ class FollowCompiledPlan(FollowPlan):
         self._rules = Rules(self._backend.device, parse_bytes(others["min_bytes"], "min_bytes"))
         # Before the hooks see what autograd saves in the layer's forward.
         tries = [ForwardBegins(partial(self._try_levels, number), Turn.COMPILING) for number in range(len(layers))]
-        for one, other in zip(tries, self._times.layers, strict=True):
-            one.passes = other.passes  # what follows a plan is not tried
+        for one in tries:
+            one.rests_by = self.context  # what follows a plan is not tried
         self._tries = Attachment(layers, tries, self)
 
     def remove(self) -> None:

@@ -183,11 +183,10 @@ class FollowPlan(HookedLayers):
         if self.context.begins_round(number) and not self.context.has_nothing_to_do():
             self.begin_microbatch(list(tensors_in(inputs)), goes_on=self._times.begin_microbatch())
 
-    def passes_by(self, layer: int) -> bool:
-        times = self._times
-        passes = times.idle and self.context.passes_by(layer)  # in each layer that is kept: a call less is felt
-        times.forwards += passes
-        return passes
+    def begin_round(self, first: int, call: LayerCall) -> None:
+        counts = self.measures or (self._watches and self._peak.costs_time)  # which layers run
+        rests = self._timed_all and not (counts or call.from_compiled)
+        self._times.forwards += self.rest(behind=self._times.ends_with if rests else len(self._policies))
 
     def begin_microbatch(self, inputs: list[torch.Tensor], *, goes_on: bool = False) -> None:
         """A microbatch enters the first layer that it runs. It ``goes_on`` if layers run again before backward."""

@@ -76,6 +76,7 @@ class LayerTimes(Attachment):
         self.ended = ended  # called once the backward of a microbatch is over that was said to begin
         self.lost = lost  # called as the graph of one goes that had no backward
         self._awaits_end = False  # whether no layer of the microbatch has a hook yet that calls it
+        self.ends_with = len(layers)  # the layer to which the backward comes that ends a microbatch, if there is one
         self._begun = 0  # how many microbatches have begun since the end of a backward
         self._awaited = weakref.WeakSet[Callable[[], object]]()  # held by the graphs that await their backward
         self._newest: object = None  # refers to that of the newest graph, to be told when it is gone
@@ -120,6 +121,8 @@ class LayerTimes(Attachment):
         if (version := next(self._versions(), 0)) != self._version:  # a step has changed the parameters since
             self._version = version
             self._awaited.clear()
+        if self._awaits_end:
+            self.ends_with = len(self.layers)
         self._awaits_end, self.forwards, self.in_flight = True, 0, len(self._awaited)
         self._begun = self._begun + 1 if self.in_flight else 1
         return self._begun > 1
@@ -129,7 +132,7 @@ class LayerTimes(Attachment):
         modules = (module for layer in self.layers if (module := layer.module()) is not None)
         return (one._version for module in modules for one in module.parameters() if one.requires_grad)
 
-    def await_end(self, call: LayerCall, output: object) -> None:
+    def await_end(self, layer: int, call: LayerCall, output: object) -> None:
         """A layer has returned this: the microbatch ends with the backward that comes to it, unless none does."""
         if self._awaits_end and not call.recomputes and torch.is_grad_enabled():
             ends = partial(when_backward_ends, self._end_microbatch)
@@ -140,6 +143,7 @@ class LayerTimes(Attachment):
 
             self._awaits_end = not before_backward(tensors_in(output), call.first_node, begins)
             if not self._awaits_end:
+                self.ends_with = layer
                 self._awaited.add(ends)
                 self._newest = weakref.ref(ends, lambda _: self.lost() if self._begun else None)
 
@@ -154,11 +158,6 @@ class LayerTimes(Attachment):
         """The layers in the order of their forwards, if the first ones began again before a backward."""
         again = self.rounds if self.together > 1 else ()
         return [number for number, one in again if one["backward"].end is not None]
-
-    @property
-    def idle(self) -> bool:
-        """Whether a layer's forward that begins is neither timed nor to tell of the end of its microbatch."""
-        return self.paused and not self._awaits_end
 
     @property
     def ran(self) -> list[int]:
@@ -381,7 +380,7 @@ class MeasuredLayer(LayerListener):
             if not before_backward(tensors_in(output), call.first_node, partial(self._begin_backward, backward)):
                 # It is frozen, or an identity.
                 backward.reached = backward.start = backward.end = forward.end
-        times.await_end(call, output)
+        times.await_end(self.number, call, output)
 
     def _begin_backward(self, backward: Pass, _: object) -> None:
         times = self._times

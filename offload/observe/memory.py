@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -12,7 +11,8 @@ from typing import Any
 
 import torch
 
-from offload.base.torch_private import RUNS_COMPILED, TorchDispatchMode, dispatch_modes, leave_to_interpreter, set_modes
+from offload.base.layer_events import in_compiled_call
+from offload.base.torch_private import TorchDispatchMode, dispatch_modes, leave_to_interpreter, set_modes
 from offload.device.select import resolve_device
 from offload.recompute.learn import LayerMode
 
@@ -220,7 +220,7 @@ class CpuMemoryPeak(MemoryPeak):
         self._said = False  # whether the log has what is not counted
 
     def start(self) -> None:
-        if _in_compiled_call():
+        if in_compiled_call():
             if not self._said:
                 _logger.warning(
                     "a model that is compiled as a whole may break its budget: nothing is counted on the CPU; compile "
@@ -244,7 +244,7 @@ class CpuMemoryPeak(MemoryPeak):
     def stop(self) -> None:
         self.counts, self._counted, self._start_bytes, self._before_bytes = False, _Counted(self), 0, 0
         others = self._other_modes()
-        if len(others) < len(dispatch_modes()) and not _in_compiled_call():
+        if len(others) < len(dispatch_modes()) and not in_compiled_call():
             set_modes(others)
 
     def _other_modes(self) -> list[TorchDispatchMode]:
@@ -274,15 +274,6 @@ class _Counted(CpuAllocations, LayerMode):
     def __init__(self, reader: CpuMemoryPeak) -> None:
         super().__init__()
         self.reader = weakref.ref(reader)
-
-
-def _in_compiled_call() -> bool:
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code.co_qualname.startswith(RUNS_COMPILED):
-            return True
-    return False
 
 
 def memory_peak(device: torch.device) -> MemoryPeak:

@@ -1,8 +1,6 @@
 """Who is told of a layer's events, when, and in which order."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -77,36 +75,54 @@ class Layer(nn.Module):
         return x * x
 
 
-@pytest.mark.parametrize("error", [None, ValueError("no"), KeyboardInterrupt()], ids=["none", "error", "interrupt"])
-def test_a_forward_that_nobody_needs_to_know_of_leaves_nothing_behind(error: BaseException | None) -> None:
-    layer, listener = Layer(), Notes(WEIGHTS, notes := [])
-    listener.passes = iter([True, False, True, True, False]).__next__
-    Attachment([layer], [listener])
-    if error is not None:
-        layer.does = Mock(side_effect=error)
-    with nullcontext() if error is None else pytest.raises(type(error)):
-        layer(torch.ones(3))
+def test_layers_whose_forward_nobody_needs_to_know_of_have_no_hooks() -> None:
+    layers = [nn.Tanh(), nn.Tanh()]
+    notes: list[str] = []
+    listeners = [Notes(WEIGHTS, notes) for _ in layers]
+    attachment = Attachment(layers, listeners)
+    assert attachment.rest([0, 1]) == 0  # nobody has said who may say so
+    for listener in listeners:
+        listener.rests_by = attachment
+    assert attachment.rest([1]) == 1
+    assert [bool(layer._forward_hooks or layer._forward_pre_hooks) for layer in layers] == [True, False]
+    assert [bool(layer._state_dict_pre_hooks) for layer in layers] == [True, True]
+    layers[1](torch.ones(3))
     assert notes == []
-    layer(torch.ones(3))
+    assert attachment.rest([]) == 0
+    layers[1](torch.ones(3))
     assert notes == ["weights begins", "weights ends"]
+
+
+def test_a_layer_has_its_hooks_again_as_soon_as_somebody_else_listens() -> None:
+    layer, listener = nn.Tanh(), Notes(WEIGHTS, notes := [])
+    attachment = Attachment([layer], [listener])
+    listener.rests_by = attachment
     for _ in range(2):
+        assert attachment.rest([0]) == 1
+        other = Attachment([layer], [Notes(MEASURING, notes)])
         layer(torch.ones(3))
-    assert notes == ["weights begins", "weights ends"]
-    layer.does = Mock(side_effect=ValueError("stop"))
-    with pytest.raises(ValueError, match="stop"):
+        assert notes == ["weights begins", "measuring begins", "measuring ends", "weights ends"]
+        assert attachment.rest([0]) == 0
+        other.remove()
         layer(torch.ones(3))
-    assert notes == ["weights begins", "weights ends", "weights begins", "weights fails"]
+        assert notes[4:] == ["weights begins", "weights ends"]
+        notes.clear()
+    attachment.rest([0])
+    attachment.remove()
+    assert not layer._forward_hooks
+    assert not layer._forward_pre_hooks
 
 
-def test_what_backward_runs_inside_of_such_a_forward_is_told() -> None:
-    """The layer runs again while it runs: the program takes a gradient through a checkpoint of it."""
-    layer, x, listener = Layer(), torch.ones(3, requires_grad=True), Notes(WEIGHTS, notes := [])
-    output = checkpoint(layer, x, use_reentrant=False)
-    listener.passes = iter([True, False, False]).__next__
-    Attachment([layer], [listener])
-    layer.does = output.sum().backward
-    layer(torch.ones(3))
-    assert notes == ["weights begins", "weights fails"]  # PyTorch stops a checkpoint by an error
-    assert x.grad is not None
-    layer(torch.ones(3))
-    assert notes[2:] == ["weights begins", "weights ends"]
+def test_a_layer_that_compiled_code_calls_keeps_its_hooks() -> None:
+    """Code that is compiled while there are none would never call them."""
+    model = nn.Sequential(nn.Tanh(), nn.Tanh())
+    notes: list[str] = []
+    listeners = [Notes(WEIGHTS, notes) for _ in model]
+    attachment = Attachment([*model], listeners)
+    for listener in listeners:
+        listener.rests_by = attachment
+    compiled = torch.compile(model, backend="eager")
+    compiled(torch.ones(3))
+    assert attachment.rest([0, 1]) == 0
+    compiled(torch.ones(3))
+    assert notes == ["weights begins", "weights ends"] * 4
