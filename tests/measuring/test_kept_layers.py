@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -122,11 +123,17 @@ def test_the_interpreter_ends_in_silence_with_layers_that_outlive_the_library() 
     assert (done.stdout, done.stderr) == ("", "")
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_model_that_is_compiled_as_a_whole_keeps_its_hooks(compiled: bool) -> None:
+@pytest.mark.parametrize(
+    "options", [{"num_layers": 0}, {"memory_budget": "1GiB", "min_bytes": 1}], ids=["none", "budget"]
+)
+def test_a_model_that_is_compiled_as_a_whole_keeps_its_hooks(options: dict[str, Any]) -> None:
+    """Also one that ran as it is before: code that is compiled without hooks would never call them."""
     layers, x = build("mlp", LAYERS, torch.device("cpu"))
-    model = torch.compile(nn.Sequential(*layers), backend="eager") if compiled else nn.Sequential(*layers)
-    with offload.offload_layers(layers, num_layers=0, device="cpu"):
-        for _ in range(2):
-            model(x).square().sum().backward()
-        assert hooked(layers) == ([*range(LAYERS)] if compiled else [0])
+    model = nn.Sequential(*layers)
+    compiled = torch.compile(model, backend="eager")
+    with offload.offload_layers(layers, device="cpu", **options):
+        for run, expected in ((model, [0]), (compiled, [*range(LAYERS)]), (model, [*range(LAYERS)])):
+            for _ in range(6):
+                model.zero_grad()
+                run(x).square().sum().backward()
+            assert hooked(layers) == expected
