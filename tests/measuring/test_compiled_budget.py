@@ -231,6 +231,7 @@ def test_inputs_of_other_sizes(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Non
     with budgeted(layers, "1MiB", compile=EAGER) as handle:
         for tokens in (32, 32, 16, 32, 64, 64, 16, 96, 96, 64):
             assert_same(expected[tokens], seeded(layers, inputs[tokens]))
+            assert handle.state == "following" or all(layer._forward_hooks for layer in layers)  # which are timed
         assert handle.state == "following"
     assert len(tries) == 2 * LAYERS
     assert sum(given[-1] > 0 for given in tries) == 2 * follow_compiled.MOST_TIMED
@@ -259,6 +260,7 @@ def test_each_level_has_the_same_bits_and_saves_less(lab: Lab) -> None:
     assert saved == sorted(set(saved))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("how", [compiled_in_place, compiled_wrapped])
 def test_layers_that_the_program_has_compiled(
     how: Callable[[nn.Module], nn.Module], lab: Lab, log: pytest.LogCaptureFixture
@@ -392,6 +394,7 @@ class OnlySigns(nn.Linear):
         return (noisy(y.detach()) + y).relu()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("block", [Noisy, OnlySigns])
 def test_random_numbers_that_would_be_others_are_found(block: Any, lab: Lab, log: pytest.LogCaptureFixture) -> None:
     layers, x = built(block, lab)
