@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from offload.base.attributes import replace_attribute
 from offload.base.checks import check_int, check_type, describe
 from offload.base.find_layers import as_modules
-from offload.base.layer_events import Handle, replace_attribute
+from offload.base.layer_events import Handle
 from offload.base.torch_private import interpreted, leave_to_interpreter
 from offload.recompute.state import Settings, drawn_again, states_of
 

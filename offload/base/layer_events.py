@@ -18,8 +18,8 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from enum import IntEnum
 from functools import partial
 from typing import Any, Self
@@ -28,6 +28,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from offload.base.attributes import unchanged, with_attribute
 from offload.base.torch_private import (
     RUNS_COMPILED,
     forget_compiled,
@@ -127,25 +128,6 @@ class Handle(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.remove()
-
-
-def replace_attribute(holder: object, name: str, value: object) -> Callable[[], None]:
-    """Give one object an attribute of its own, in place of its class's or of an earlier one; returns what undoes it."""
-    own = name in vars(holder)
-    # No closure: a copy of the object copies this with it.
-    undo = partial(setattr, holder, name, vars(holder)[name]) if own else partial(delattr, holder, name)
-    setattr(holder, name, value)
-    return undo
-
-
-@contextmanager
-def with_attribute(holder: object, name: str, value: object) -> Iterator[None]:
-    """The same inside the block."""
-    undo = replace_attribute(holder, name, value)
-    try:
-        yield
-    finally:
-        undo()
 
 
 class EndOfBackward:
@@ -442,8 +424,3 @@ def _wrap_checkpoint(module: nn.Module, events: _LayerEvents) -> None:
     function = vars(module).get(_CHECKPOINT)
     if function is not None and not isinstance(function, _Checkpoint):
         setattr(module, _CHECKPOINT, _Checkpoint(function, events))
-
-
-def unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function itself: in place of what stands for it, in copies of a module."""
-    return function

@@ -21,9 +21,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry
 
+from offload.base.attributes import with_attribute
 from offload.base.checks import check_number
 from offload.base.find_layers import find_lists
-from offload.base.layer_events import with_attribute
 from offload.base.tensors import tensors_of
 from offload.base.torch_private import FakeTensorMode, schema_of
 from offload.device.backend import Backend, Event

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from offload.base.attributes import with_attribute
 from offload.base.checks import warn_caller
-from offload.base.layer_events import is_sharded, with_attribute
+from offload.base.layer_events import is_sharded
 from offload.long_context import Undoable, chunk_loss, is_tiled, tile_mlp
 
 PIECES = 8  # of the tokens of a microbatch

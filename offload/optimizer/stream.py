@@ -15,8 +15,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from offload.activations.stats import Stats
+from offload.base.attributes import with_attribute
 from offload.base.checks import check_type, format_bytes, parse_bytes, warn_caller
-from offload.base.layer_events import Handle, with_attribute
+from offload.base.layer_events import Handle
 from offload.base.tensors import check_values
 from offload.base.torch_private import in_backward, interpreted
 from offload.device.cuda import CaptureError

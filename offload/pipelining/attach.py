@@ -24,8 +24,9 @@ from offload.activations.copies import Transfers
 from offload.activations.round import Round
 from offload.activations.stats import OffloadStats
 from offload.activations.what_moves import exclude, exclude_parameters
+from offload.base.attributes import replace_attribute
 from offload.base.checks import parse_bytes
-from offload.base.layer_events import Handle, replace_attribute
+from offload.base.layer_events import Handle
 from offload.base.tensors import tensors_in
 from offload.base.torch_private import pipeline_stages
 from offload.device.backend import Backend, Event

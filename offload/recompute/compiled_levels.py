@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from offload.base.layer_events import replace_attribute, unchanged
+from offload.base.attributes import replace_attribute, unchanged
 from offload.base.torch_private import (
     COMPILED_CALL,
     OPERATOR,

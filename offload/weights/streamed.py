@@ -18,9 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from offload.activations.stats import Stats
+from offload.base.attributes import with_attribute
 from offload.base.checks import check_int, format_bytes, format_s, warn_caller
 from offload.base.find_layers import check_layers
-from offload.base.layer_events import Attachment, Handle, with_attribute
+from offload.base.layer_events import Attachment, Handle
 from offload.base.torch_private import APPLY, ignore_in_ddp
 from offload.device.select import get_backend
 from offload.host.page_locked import check_room
