@@ -32,6 +32,7 @@ from offload.base.attributes import unchanged, with_attribute
 from offload.base.torch_private import (
     RUNS_COMPILED,
     forget_compiled,
+    forward_hooks,
     in_backward,
     interpreted,
     leave_to_interpreter,
@@ -107,6 +108,8 @@ def without_listeners(until_end_of: nn.Module | None = None) -> AbstractContextM
     Raises:
         LayerEndsError: In the block, where the end of the forward of ``until_end_of`` would be told.
     """
+    if until_end_of is not None and (events := _events_of(until_end_of)) is not None:
+        events.rest(until_end_of, None)  # it was kept since, and has no hooks
     return with_attribute(_silence, "on", value=True if until_end_of is None else until_end_of)
 
 
@@ -254,13 +257,14 @@ class _LayerEvents:
         # The forward that runs now, or the one that an interrupt has cut off: by thread, and whether in backward.
         self._running: dict[tuple[int, bool], LayerCall] = {}
         self._from_compiled = False  # code that was compiled around the layer without hooks would never call them
+        self._rested = False  # whether there were no hooks of forward for a while
         self._hooks: list[RemovableHandle] = [
             layer.register_state_dict_pre_hook(_Hook(self, self._before_access)),
             layer.register_load_state_dict_pre_hook(_Hook(self, self._before_access)),
         ]
         self._on_forward: list[RemovableHandle] = []
         # No circle: the hooks lead to second runs, which hold the layer's dictionary, and that holds the hooks.
-        self._gone = weakref.ref(layer, partial(_remove_all, self._hooks, self._on_forward))
+        self._gone = weakref.ref(layer, partial(_remove_all, (self._hooks, self._on_forward)))
         _wrap_checkpoint(layer, self)
         forget_compiled()
 
@@ -271,18 +275,22 @@ class _LayerEvents:
             self.rest(layer, None)
 
     def rest(self, layer: nn.Module, by: object) -> bool:
-        """Have no hooks of forward, if all listeners rest by this one, and else have them; returns whether."""
+        """Have no hooks of forward, if all listeners rest by this one, and else have them; returns whether.
+
+        Only where there are no others: those that come meanwhile are behind ours again, and so no part of the layer.
+        """
         rests = by is not None and not self._from_compiled and all(one.rests_by is by for one in self.listeners)
+        rests = rests and sum(map(len, forward_hooks(layer))) == len(self._on_forward)
         if rests:
-            while self._on_forward:
-                self._on_forward.pop().remove()
+            _remove_all([self._on_forward])
+            self._rested = True
         elif not self._on_forward:
             # Inside of the hooks of ``fully_shard``: the layer begins with its weights gathered, and ends with them.
-            first = not is_sharded(layer)
+            inside = is_sharded(layer)
             begins, ends = _Hook(self, self._before_forward), _Hook(self, self._after_forward, ends=True)
             self._on_forward += [
-                layer.register_forward_pre_hook(begins, with_kwargs=True, prepend=first),
-                layer.register_forward_hook(ends, always_call=True, prepend=not first),
+                layer.register_forward_pre_hook(begins, with_kwargs=True, prepend=not inside),
+                layer.register_forward_hook(ends, always_call=True, prepend=inside or self._rested),
             ]
         return rests
 
@@ -290,7 +298,7 @@ class _LayerEvents:
         """Tell this listener nothing more; the hooks are removed with the last listener."""
         self.tell(other for other in self.listeners if other is not listener)
         if not self.listeners:
-            _remove_all(self._hooks, self._on_forward)
+            _remove_all([self._hooks, self._on_forward])
             function = vars(layer).get(_CHECKPOINT)
             if isinstance(function, _Checkpoint):
                 setattr(layer, _CHECKPOINT, function.function)
@@ -343,9 +351,9 @@ class _LayerEvents:
         return self._running.get((threading.get_ident(), in_backward()))
 
 
-def _remove_all(hooks: list[RemovableHandle], others: list[RemovableHandle], _: object = None) -> None:
+def _remove_all(hooks: Iterable[list[RemovableHandle]], _: object = None) -> None:
     """Remove hooks of a layer. Names of this module may be gone by then, at the interpreter's end."""
-    for handles in (hooks, others):
+    for handles in hooks:
         while handles:
             handles.pop().remove()
 

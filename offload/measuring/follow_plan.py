@@ -186,7 +186,8 @@ class FollowPlan(HookedLayers):
     def begin_round(self, first: int, call: LayerCall) -> None:
         counts = self.measures or (self._watches and self._peak.costs_time)  # which layers run
         rests = self._timed_all and not (counts or call.from_compiled)
-        self._times.forwards += self.rest(behind=self._times.ends_with if rests else len(self._policies))
+        behind = max(first, self._times.ends_with)  # these tell of a microbatch's begin and end
+        self._times.forwards += self.rest(behind if rests else len(self._policies))
 
     def begin_microbatch(self, inputs: list[torch.Tensor], *, goes_on: bool = False) -> None:
         """A microbatch enters the first layer that it runs. It ``goes_on`` if layers run again before backward."""

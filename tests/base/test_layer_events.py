@@ -7,7 +7,16 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from offload.base.layer_events import Attachment, LayerCall, LayerListener, Turn, compute_device, listeners_on
+from offload.base.layer_events import (
+    Attachment,
+    LayerCall,
+    LayerEndsError,
+    LayerListener,
+    Turn,
+    compute_device,
+    listeners_on,
+    without_listeners,
+)
 
 WEIGHTS, ACTIVATIONS, MEASURING = Turn.WEIGHTS, Turn.ACTIVATIONS, Turn.MEASURING
 
@@ -111,6 +120,33 @@ def test_a_layer_has_its_hooks_again_as_soon_as_somebody_else_listens() -> None:
     attachment.remove()
     assert not layer._forward_hooks
     assert not layer._forward_pre_hooks
+
+
+def test_hooks_of_the_program_remain_behind_those_that_rested() -> None:
+    """They are no part of the layer: what comes behind the library's hook is not run again to recompute the layer."""
+    layer, listener = nn.Tanh(), Notes(WEIGHTS, notes := [])
+    attachment = Attachment([layer], [listener])
+    listener.rests_by = attachment
+    earlier = layer.register_forward_hook(lambda *_: notes.append("the program's"))
+    assert attachment.rest([0]) == 0  # PyTorch takes its time in any case
+    earlier.remove()
+    assert attachment.rest([0]) == 1
+    layer.register_forward_hook(lambda *_: notes.append("the program's"))
+    assert attachment.rest([0]) == 0
+    layer(torch.ones(3))
+    assert notes == ["weights begins", "weights ends", "the program's"]
+
+
+def test_a_second_run_ends_with_a_layer_that_rests_since() -> None:
+    """It is of a microbatch that had begun before, and has its backward now."""
+    layer, listener = nn.Tanh(), Notes(WEIGHTS, notes := [])
+    attachment = Attachment([layer], [listener])
+    listener.rests_by = attachment
+    attachment.rest([0])
+    layer.register_forward_hook(lambda *_: notes.append("the program's"))
+    with without_listeners(layer), pytest.raises(LayerEndsError):
+        layer(torch.ones(3))
+    assert notes == []
 
 
 def test_a_layer_that_compiled_code_calls_keeps_its_hooks() -> None:

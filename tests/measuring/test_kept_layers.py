@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from lab import Lab
-from models import WIDTH, assert_same, build, step_gradients, through
+from models import WIDTH, assert_same, build, loss_of, step_gradients, through
 from torch import nn
 
 import offload
 from offload.measuring import follow_plan
+from offload.observe.memory import CpuMemoryPeak
 from offload.planning.profile import Link
 
 LAYERS = 5
@@ -70,6 +71,37 @@ def test_layers_that_another_plan_recomputes_have_hooks_again(monkeypatch: pytes
         recomputed = [number for number, policy in enumerate(handle.plan.policies) if policy is not None]
         assert {*hooked(layers)} == {0, *recomputed} < {*range(LAYERS)}
         assert_same(expected, step_gradients(layers, long))
+
+
+@pytest.mark.filterwarnings("ignore:memory_budget")  # two microbatches at once need more than it
+def test_what_awaits_its_backward_is_recomputed_although_its_layers_are_kept_since(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No hook that the program has put there meanwhile is called for that."""
+    monkeypatch.setattr(follow_plan, "measure_link", lambda _: Link(1e3, 1e3, 2e3))  # nothing is offloaded
+    monkeypatch.setattr(CpuMemoryPeak, "costs_time", False)  # as on a GPU, where peaks are measured all the time
+    layers, _ = build("mlp", LAYERS, torch.device("cpu"))
+    short, long = torch.rand(4, 16, WIDTH), torch.rand(4, 64, WIDTH)
+    expected = step_gradients(layers, long)
+    with offload.memory_meter("cpu") as meter:
+        step_gradients(layers, long)
+    budget = round(0.8 * meter.peak_bytes)
+    with offload.offload_layers(layers, memory_budget=budget, min_bytes=1, device="cpu") as handle:
+        for x in [long] * 6 + [short] * 6:
+            step_gradients(layers, x)
+        layers.zero_grad()
+        loss = loss_of(through(layers, long))
+        assert handle.plan is not None
+        recomputed = [number for number, policy in enumerate(handle.plan.policies) if policy is not None]
+        through(layers, short)
+        kept = {*recomputed} - {*hooked(layers)}
+        calls: list[int] = []
+        for number in kept:
+            layers[number].register_forward_hook(lambda *_, number=number: calls.append(number))
+        loss.backward()
+        assert kept
+        assert calls == []
+        assert_same(expected[1:], [parameter.grad for parameter in layers.parameters()])
 
 
 def test_a_first_layer_that_the_program_freezes_leaves_the_end_to_the_next(lab: Lab) -> None:
