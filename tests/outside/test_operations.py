@@ -48,7 +48,7 @@ def test_there_are_enough_kinds() -> None:
     assert len(CHOSEN) >= 12
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", CHOSEN)
 def test_one_of_each_kind(name: str) -> None:
     report = check_architecture(name, architectures()[name])
@@ -101,6 +101,7 @@ def test_a_broken_budget_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("without a message" in check_budget(seed).wrong for seed in HELD)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("first", range(0, 20, 10))
 @pytest.mark.filterwarnings("ignore")
 def test_random_programs(first: int) -> None:
@@ -109,6 +110,7 @@ def test_random_programs(first: int) -> None:
     assert sum(wrong is None for wrong in found.values()) >= 5
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("seed", [70088, 70194])
 @pytest.mark.filterwarnings("ignore")
 def test_fewer_tensors_behind_what_depends_on_data(seed: int) -> None:

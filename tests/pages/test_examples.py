@@ -55,7 +55,7 @@ ON_THE_CPU = [
 ]
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("example", ON_THE_CPU)
 def test_on_the_cpu(example: Path, tmp_path: Path) -> None:
     run(example, tmp_path, NO_GPU, (*TORCH, *TRAINERS) if example.stem in TRAINED else TORCH)

@@ -343,6 +343,7 @@ def test_state_has_memory_that_activations_would_use() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("seed", "host_gib"), [(0, None), (1, 14)])
 def test_a_larger_budget_has_no_longer_step(seed: int, host_gib: int | None) -> None:
     """A plan for less memory fits as well; steps that differ by less than ``WORTH`` are as good as each other."""

@@ -246,6 +246,7 @@ class Padded(nn.Module):
         return x + self.out((q @ k.mT + mask).softmax(-1) @ v).tanh()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("room", ["room", "no room"])
 @pytest.mark.parametrize("padded", ["mask", "all"])
 def test_a_size_whose_operations_are_others_is_recomputed_as_well(
