@@ -227,8 +227,12 @@ class Attachment(Handle):
         return bool(self._attached)
 
 
-def _layer_is_gone(here: weakref.ref[Attachment], _: object) -> None:
-    if (attachment := here()) is not None and not attachment.modules:
+def _layer_is_gone(here: weakref.ref[Attachment], _: object, ends: Callable[[], bool] = sys.is_finalizing) -> None:
+    if (attachment := here()) is None or ends():
+        return  # at the interpreter's end, names of this module may be gone
+    if attachment.modules:
+        attachment.rest([])  # it may have been the one that told of all
+    else:
         attachment.let_go()
 
 

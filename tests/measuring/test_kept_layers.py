@@ -118,6 +118,19 @@ def test_a_first_layer_that_the_program_freezes_leaves_the_end_to_the_next(lab: 
         assert hooked(layers) == [0, 1]
 
 
+def test_where_the_program_removes_the_first_layer_the_next_one_tells(lab: Lab) -> None:
+    layers, x = build("decoder", LAYERS, lab.device)
+    with offload.offload_layers(layers, memory_budget="1GiB", min_bytes=0, device=lab.device):
+        for _ in range(5):
+            step_gradients(layers, x)
+        assert hooked(layers) == [0]
+        del layers[0]
+        assert hooked(layers) == [*range(LAYERS - 1)]
+        for _ in range(2):
+            step_gradients(layers, x)
+            assert hooked(layers)[0] == 0
+
+
 def test_where_layers_are_skipped_all_have_hooks(lab: Lab) -> None:
     """Else nobody would know that a microbatch without some of them tells little of a plan."""
     layers, x = build("decoder", LAYERS, lab.device)
