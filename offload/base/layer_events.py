@@ -109,7 +109,7 @@ def without_listeners(until_end_of: nn.Module | None = None) -> AbstractContextM
         LayerEndsError: In the block, where the end of the forward of ``until_end_of`` would be told.
     """
     if until_end_of is not None and (events := _events_of(until_end_of)) is not None:
-        events.rest(until_end_of, None)  # it was kept since, and has no hooks
+        events.rest(until_end_of, None)  # it may have no hooks, as it is kept since
     return with_attribute(_silence, "on", value=True if until_end_of is None else until_end_of)
 
 

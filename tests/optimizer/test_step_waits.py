@@ -125,7 +125,6 @@ SCENARIOS: dict[StepWait, Scenario] = {
 }
 
 
-@pytest.mark.drawn(3)
 @pytest.mark.parametrize("wait", SCENARIOS, ids=lambda wait: wait.name)
 def test_right_with_the_wait(wait: StepWait, lab: Lab) -> None:
     assert SCENARIOS[wait](lab), wait.value

@@ -115,7 +115,6 @@ SCENARIOS: list[tuple[Enum, Scenario]] = [
 ]
 
 
-@pytest.mark.drawn(3)
 @pytest.mark.parametrize("scenario", dict.fromkeys(scenario for _, scenario in SCENARIOS))
 def test_right_with_the_waits(scenario: Scenario, lab: Lab) -> None:
     assert scenario(lab)

@@ -272,7 +272,6 @@ def test_every_wait_has_a_scenario() -> None:
     assert {*SCENARIOS, WeightWait.UPDATED} == set(WeightWait)
 
 
-@pytest.mark.drawn(4)
 @pytest.mark.parametrize("wait", SCENARIOS, ids=lambda wait: wait.name)
 def test_right_with_the_wait(wait: WeightWait, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     assert SCENARIOS[wait](lab, monkeypatch), wait.value
